@@ -1,0 +1,44 @@
+"""One hash for everything: BLAKE2b with 32 bytes, with a domain word so that no digest can stand in for another."""
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+
+DIGEST_BYTES = 32
+PEER_ID_BYTES = 38
+"""A libp2p peer id that carries an Ed25519 key: two bytes multihash, four bytes protobuf, 32 bytes key."""
+
+
+def digest(domain: str, parts: Iterable[bytes | memoryview]) -> bytes:
+    """32-byte BLAKE2b of ``parts`` under ``domain`` (at most 16 ASCII characters)."""
+    state = hashlib.blake2b(digest_size=DIGEST_BYTES, person=domain.encode("ascii"))
+    for part in parts:
+        state.update(part)
+    return state.digest()
+
+
+def payload_digest(payload: bytes | memoryview) -> bytes:
+    """Digest under which an encoded contribution is announced, checked and fetched."""
+    return digest("payload", [payload])
+
+
+def state_digest(anchor: np.ndarray, momentum: np.ndarray) -> bytes:
+    """Digest of a fragment's outer state: anchor and momentum, both (n,) float32, as little-endian bytes."""
+    little = np.dtype("<f4")
+    return digest(
+        "state",
+        [memoryview(np.ascontiguousarray(x, dtype=little)).cast("B") for x in (anchor, momentum) if x.size],
+    )
+
+
+def check_digest(name: str, value: bytes) -> None:
+    """ValueError unless ``value`` is 32 bytes."""
+    if len(value) != DIGEST_BYTES:
+        raise ValueError(f"{name} must have {DIGEST_BYTES} bytes, has {len(value)}")
+
+
+def check_peer(name: str, value: bytes) -> None:
+    """ValueError unless ``value`` has the form of an Ed25519 peer id."""
+    if len(value) != PEER_ID_BYTES or not value.startswith(b"\x00\x24\x08\x01\x12\x20"):
+        raise ValueError(f"{name} is not an Ed25519 peer id")

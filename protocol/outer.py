@@ -1,0 +1,90 @@
+"""The outer optimizer: what a fragment's round does to numbers. float32, the same bits on every machine.
+
+    outer gradient   d_m   = anchor - local_m                                  (Algorithm 1, line 7)
+    average          g     = sum_m c_m d_m,   c_m = w_m / sum w                (accumulated in FP32)
+    Nesterov         b     = mu b + g,   anchor = anchor - lr (g + mu b)       (as torch.optim.SGD(nesterov=True))
+    merge            local = alpha local + (1 - alpha) anchor                  (Algorithm 2, line 12)
+
+Equal inputs must give equal bits on any CPU, since peers compare digests: every product and every sum is rounded on
+its own. numpy's multiply and add are separate operations and are not contracted into fused multiply-add, unlike
+``add_(alpha=...)``, ``addcmul_`` or a fused optimizer. Sums run in the order of peer ids.
+"""
+
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+
+from stretto.protocol.codecs import Codec
+from stretto.protocol.errors import LocalProtocolError
+
+Vector = np.ndarray
+"""(n,) float32 in host memory: one fragment, flattened."""
+
+WEIGHT_BOUND = 4
+"""No peer counts for more than this multiple of the group's median token weight."""
+
+CHUNK = 1 << 18
+"""Elements handled at once, so that temporaries stay in cache and are a few MiB."""
+
+
+def outer_gradient(anchor: Vector, local: Vector) -> Vector:
+    """anchor - local, (n,) float32."""
+    return np.subtract(anchor, local, dtype=np.float32)
+
+
+def coefficients(tokens: Sequence[int]) -> list[np.float32]:
+    """The share of each contribution, from the tokens behind it, as float32 values that sum to about 1.
+
+    Tokens are bounded to ``WEIGHT_BOUND`` times their median. A group that reports no tokens at all counts equally.
+    """
+    if not tokens or min(tokens) < 0:
+        raise LocalProtocolError(f"token weights must be counts, at least one: {list(tokens)}")
+    bound = WEIGHT_BOUND * median(tokens)
+    weights = [min(float(count), float(bound)) for count in tokens] if bound else [float(c) for c in tokens]
+    total = sum(weights)
+    if total == 0:
+        weights, total = [1.0] * len(tokens), float(len(tokens))
+    return [np.float32(weight / total) for weight in weights]
+
+
+def weighted_average(
+    payloads: Sequence[bytes | memoryview], tokens: Sequence[int], codec: Codec, numel: int
+) -> Vector:
+    """Average of encoded outer gradients, (numel,) float32. ``payloads`` and ``tokens`` in the order of peer ids."""
+    average = np.zeros(numel, dtype=np.float32)
+    for payload, coefficient in zip(payloads, coefficients(tokens), strict=True):
+        codec.decode_add(payload, float(coefficient), average)
+    return average
+
+
+def nesterov(
+    anchor: Vector, momentum: Vector, gradient: Vector, *, lr: float, momentum_factor: float
+) -> tuple[Vector, Vector]:
+    """One outer step. Returns a new (anchor, momentum); the inputs stay as they are.
+
+    All (n,) float32. lr and momentum_factor are rounded to float32 first.
+    """
+    rate, mu = np.float32(lr), np.float32(momentum_factor)
+    new_anchor, new_momentum = np.empty_like(anchor), np.empty_like(momentum)
+    for start in range(0, anchor.size, CHUNK):
+        part = slice(start, start + CHUNK)
+        g = gradient[part]
+        b = np.multiply(momentum[part], mu, out=new_momentum[part])
+        b += g
+        step = b * mu
+        step += g
+        step *= rate
+        np.subtract(anchor[part], step, out=new_anchor[part])
+    return new_anchor, new_momentum
+
+
+def merge(local: Vector, anchor: Vector, alpha: float) -> Vector:
+    """alpha local + (1 - alpha) anchor, (n,) float32, a new array. alpha = 1 keeps local, 0 takes the anchor."""
+    if alpha == 0.0:
+        return anchor.copy()
+    if alpha == 1.0:
+        return local.copy()
+    mixed = local * np.float32(alpha)
+    mixed += anchor * np.float32(1.0 - alpha)
+    return mixed

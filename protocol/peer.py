@@ -1,0 +1,412 @@
+"""What a peer does in all its rounds, without input or output: the part that nodes and simulation share.
+
+A driver (``stretto.node.swarm.exchange`` with sockets, ``stretto.protocol.simulation`` with virtual time) calls
+``depart`` when a round is due, hands in what arrives, and carries out the actions that come back: ``Send``, ``Push``
+and ``Fetch`` move bytes, ``Work`` is arithmetic that may run in another thread, ``Over`` reports a finished round.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from stretto.protocol import messages as m
+from stretto.protocol.chain import Member, SignedRecord, Tip, after, genesis
+from stretto.protocol.config import RunConfig
+from stretto.protocol.digest import payload_digest, state_digest
+from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
+from stretto.protocol.outer import Vector
+from stretto.protocol.rounds import (
+    Aborted,
+    Action,
+    Committed,
+    Fetch,
+    Finish,
+    Outcome,
+    Outrun,
+    Phase,
+    Push,
+    Reduce,
+    Round,
+    Rules,
+    Send,
+    rendezvous_order,
+)
+from stretto.protocol.schedule import Clock, fragment_of
+from stretto.protocol.streaming import Contribution, Reduced, StreamingDiLoCo
+
+
+@dataclass(frozen=True)
+class PushTo:
+    """Send ``payload`` (bytes of the own contribution) to a member."""
+
+    to: bytes
+    round: int
+    contribution: Contribution
+
+
+@dataclass(frozen=True)
+class FetchFrom:
+    """Get the payload of ``member`` in ``round`` from ``source``; report ``payload_arrived`` or ``fetch_failed``."""
+
+    source: bytes
+    round: int
+    member: Member
+
+
+@dataclass(frozen=True)
+class Work:
+    """Arithmetic of a round: call ``Peer.reduce(work)``, in any thread, then ``Peer.reduced(work, result, now)``."""
+
+    round: int
+    fragment: int
+    members: tuple[Member, ...]
+    payloads: Mapping[bytes, bytes]
+
+
+@dataclass(frozen=True)
+class Over:
+    """A round is over for this peer; ``counted`` says whether its own contribution is in the record."""
+
+    round: int
+    fragment: int
+    outcome: Outcome
+    counted: bool
+    seconds: float
+    """From the departure to now."""
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Download the state of ``fragment`` from ``source``; report ``adopt`` or ``repair_failed``."""
+
+    fragment: int
+    source: bytes
+    reason: str
+
+
+Effect: TypeAlias = Send | PushTo | FetchFrom | Work | Over | Repair
+
+
+@dataclass
+class _Live:
+    """A round that is going on, or is kept a while for those who ask."""
+
+    round: Round
+    departed: float
+    payloads: dict[bytes, bytes]
+    contribution: Contribution | None = None
+    reduced: Reduced | None = None
+    installing: SignedRecord | None = None
+    over: bool = False
+
+
+class Peer:
+    """All rounds of one peer.
+
+    ``roster`` holds the peers that can be reached (set by the driver): candidates may coordinate, expected peers are
+    waited for. ``clock`` is None until the run has one.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: bytes,
+        config: RunConfig,
+        diloco: StreamingDiLoCo,
+        rules: Rules,
+        sign: Callable[[bytes], bytes],
+        verify: Callable[[bytes, bytes, bytes], bool],
+        can_coordinate: bool = True,
+    ) -> None:
+        self.me, self.config, self.diloco, self.rules = me, config, diloco, rules
+        self.run = config.digest()
+        self.clock: Clock | None = None
+        self.can_coordinate = can_coordinate
+        self._sign, self._verify = sign, verify
+        self._live: dict[int, _Live] = {}
+        self._candidates: frozenset[bytes] = frozenset()
+        self._expected: frozenset[bytes] = frozenset()
+        self.repairing: set[int] = set()
+        self._overtaken: list[Effect] = []
+
+    @property
+    def fragments(self) -> int:
+        """P."""
+        return len(self.diloco.fragments)
+
+    def set_roster(self, candidates: Sequence[bytes], expected: Sequence[bytes]) -> None:
+        """Other peers that may coordinate, and other peers that a coordinator waits for."""
+        self._candidates, self._expected = frozenset(candidates), frozenset(expected)
+
+    def adopt_clock(self, clock: Clock) -> bool:
+        """Take over a clock if it is further on than the present one; of two for one round the earlier one wins."""
+        mine = self.clock
+        if mine is None or (clock.round, -clock.at, -clock.interval) > (mine.round, -mine.at, -mine.interval):
+            self.clock = clock
+            return True
+        return False
+
+    def tips(self) -> list[Tip]:
+        """The end of each fragment's chain."""
+        return [state.tip for state in self.diloco.fragments]
+
+    # ------------------------------------------------------------------ rounds
+
+    def depart(self, round: int, local: Vector, *, rate: float, patience: float, now: float) -> list[Effect]:
+        """Round ``round`` is due: contribute the present local weights of its fragment, (n,) float32.
+
+        ``rate`` is this peer's inner steps per second, ``patience`` the seconds until its deadline.
+        """
+        fragment = fragment_of(round, self.fragments)
+        state = self.diloco.fragments[fragment]
+        if state.pending or fragment in self.repairing:
+            why = "the last result is not merged yet" if state.pending else "its state is being repaired"
+            return [Over(round, fragment, Aborted(f"fragment {fragment} sits out: {why}"), False, 0.0)]
+        contribution = self.diloco.leave(fragment, local)
+        live = self._open(round)
+        if live.contribution is not None:
+            raise LocalProtocolError(f"round {round} departed twice")
+        live.contribution = contribution
+        live.payloads[contribution.digest] = contribution.payload
+        join = m.Join(
+            fragment=fragment,
+            round=round,
+            head=state.tip.head,
+            version=state.tip.version,
+            member=Member(self.me, contribution.tokens, contribution.digest),
+            rate=rate,
+            patience=patience,
+        )
+        return self._effects(live, live.round.contribute(join, now), now)
+
+    def received(self, sender: bytes, message: m.Message, now: float) -> list[Effect]:
+        """A control message of a round. RemoteProtocolError if it breaks the rules."""
+        live = self._live.get(message.round)
+        if live is None:
+            if not isinstance(message, m.Join) or not self._near(message, now):
+                return []
+            live = self._open(message.round)
+        if message.fragment != live.round.fragment:
+            raise RemoteProtocolError(f"round {message.round} is of fragment {live.round.fragment}")
+        return self._effects(live, live.round.received(sender, message, now), now)
+
+    def expects(self, sender: bytes, push: m.Push) -> str | None:
+        """Why a contribution that ``sender`` wants to send is not wanted, None if it is: asked before any byte."""
+        live = self._live.get(push.round)
+        if live is None or live.over or live.round.mine is None or live.round.fragment != push.fragment:
+            return f"round {push.round} is not going on here"
+        if push.nbytes != self.payload_size(push.fragment):
+            return f"{push.nbytes} bytes where {self.payload_size(push.fragment)} are due"
+        if push.payload in live.payloads:
+            return "already here"
+        if len(live.payloads) > self.rules.max_group:
+            return "more contributions than the group can have"
+        return None
+
+    def payload_size(self, fragment: int) -> int:
+        """Bytes of an encoded contribution."""
+        return self.diloco.codec.nbytes(self.diloco.fragments[fragment].anchor.size)
+
+    def payload_arrived(self, owner: bytes, round: int, payload: bytes, now: float) -> list[Effect]:
+        """The bytes of ``owner``'s contribution are here, pushed by it or fetched; their digest is taken here."""
+        live = self._live.get(round)
+        if live is None or live.over:
+            return []
+        self.diloco.codec.validate(payload, self.diloco.fragments[live.round.fragment].anchor.size)
+        name = payload_digest(payload)
+        live.payloads[name] = payload
+        return self._effects(live, live.round.arrived(owner, name, now), now)
+
+    def fetch_failed(self, source: bytes, round: int, now: float) -> list[Effect]:
+        """A fetch came to nothing."""
+        live = self._live.get(round)
+        return self._effects(live, live.round.fetch_failed(source, now), now) if live else []
+
+    def lost(self, peer: bytes, now: float) -> list[Effect]:
+        """``peer`` cannot be reached."""
+        effects: list[Effect] = []
+        for live in list(self._live.values()):
+            effects += self._effects(live, live.round.lost(peer, now), now)
+        return effects
+
+    def payload(self, round: int, digest: bytes) -> bytes | None:
+        """A contribution that this peer holds, for those who ask."""
+        live = self._live.get(round)
+        return live.payloads.get(digest) if live else None
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time has passed."""
+        effects: list[Effect] = []
+        for live in list(self._live.values()):
+            due = live.round.deadline()
+            if due is not None and now >= due:
+                effects += self._effects(live, live.round.tick(now), now)
+        return effects
+
+    def deadline(self) -> float | None:
+        """When ``tick`` is due next."""
+        times = [live.round.deadline() for live in self._live.values()]
+        return min((time for time in times if time is not None), default=None)
+
+    def waiting_for(self) -> list[str]:
+        """What goes on, one line for each open round."""
+        return [f"round {r}: {live.round.waiting_for()}" for r, live in self._live.items() if not live.over]
+
+    # ------------------------------------------------------------------ arithmetic
+
+    def reduce(self, work: Work) -> Reduced:
+        """Average and outer step on copies. Heavy; reads only immutable arrays, so any thread may run it."""
+        return self.diloco.reduce(work.fragment, work.members, work.payloads)
+
+    def reduced(self, work: Work, result: Reduced, now: float) -> list[Effect]:
+        """The work is done."""
+        live = self._live.get(work.round)
+        if live is None or live.over:
+            return []
+        live.reduced = result
+        if live.installing is not None:
+            return self._install(live, live.installing, now)
+        return self._effects(live, live.round.reduced(result.digest, now), now)
+
+    # ------------------------------------------------------------------ repair
+
+    def adopt(self, state: m.State, reduced: Reduced) -> bool:
+        """Take over a downloaded state. False if it is no better than the present one.
+
+        RemoteProtocolError if digest, record, signature or tip do not fit each other.
+        """
+        actual = state_digest(reduced.anchor, reduced.momentum)
+        if state.record is None:
+            tip = genesis(self.run, state.fragment, actual)
+        else:
+            record = state.record.record
+            if record.run != self.run or record.fragment != state.fragment or record.state != actual:
+                raise RemoteProtocolError("downloaded state does not match its record")
+            if not self._verify(record.coordinator, record.signed_bytes(), state.record.signature):
+                raise RemoteProtocolError("downloaded state comes with a wrong signature")
+            tip = after(record)
+        self.repairing.discard(state.fragment)
+        if not tip.beats(self.diloco.fragments[state.fragment].tip):
+            return False
+        self.diloco.replace(state.fragment, reduced, tip, state.record)
+        self._forget(state.fragment)
+        if state.record is not None:
+            self.adopt_clock(state.record.record.clock)
+        return True
+
+    def repair_failed(self, fragment: int) -> None:
+        """The download came to nothing; the next round or the next word from a peer tries again."""
+        self.repairing.discard(fragment)
+
+    def hear(self, source: bytes, clock: Clock | None, versions: Sequence[int]) -> list[Effect]:
+        """What another peer says of itself outside rounds: its clock, and the version of each fragment's chain."""
+        if clock is not None:
+            self.adopt_clock(clock)
+        going = {live.round.fragment for live in self._live.values() if not live.over}
+        effects: list[Effect] = []
+        for fragment, (state, version) in enumerate(zip(self.diloco.fragments, versions, strict=False)):
+            if version > state.tip.version and fragment not in going:
+                effects += self._repair(fragment, source, f"version {state.tip.version} here, {version} there")
+        return effects
+
+    def _repair(self, fragment: int, source: bytes, reason: str) -> list[Effect]:
+        if fragment in self.repairing or source == self.me:
+            return []
+        self.repairing.add(fragment)
+        return [Repair(fragment, source, reason)]
+
+    # ------------------------------------------------------------------ inside
+
+    def _near(self, message: m.Join, now: float) -> bool:
+        """Whether a round that this peer has not begun may be begun by another's message."""
+        if self.clock is None or message.fragment != fragment_of(message.round, self.fragments):
+            return False
+        return abs(message.round - self.clock.next_round(now)) <= 1 and message.fragment not in self.repairing
+
+    def _open(self, round: int) -> _Live:
+        live = self._live.get(round)
+        if live is not None:
+            return live
+        if self.clock is None:
+            raise LocalProtocolError("a round before the run has a clock")
+        fragment = fragment_of(round, self.fragments)
+        self._forget(fragment)
+        serving = {self.me} if self.can_coordinate else set()
+        live = _Live(
+            Round(
+                me=self.me,
+                run=self.run,
+                round=round,
+                tip=self.diloco.fragments[fragment].tip,
+                clock=self.clock,
+                candidates=rendezvous_order(self.run, fragment, round, sorted(self._candidates | serving)),
+                expected=self._expected,
+                rules=self.rules,
+                sign=self._sign,
+                verify=self._verify,
+            ),
+            departed=self.clock.departure(round),
+            payloads={},
+        )
+        self._live[round] = live
+        return live
+
+    def _forget(self, fragment: int) -> None:
+        """Drop what is kept of this fragment's earlier rounds."""
+        for round in [r for r, live in self._live.items() if live.round.fragment == fragment]:
+            live = self._live.pop(round)
+            if not live.over and live.contribution is not None:
+                reason = "overtaken by a later state of its fragment"
+                self._overtaken.append(Over(round, fragment, Aborted(reason), False, 0.0))
+
+    def _effects(self, live: _Live, actions: Sequence[Action], now: float) -> list[Effect]:
+        effects, self._overtaken = self._overtaken, []
+        for action in actions:
+            if isinstance(action, Send):
+                effects.append(action)
+            elif isinstance(action, Push):
+                assert live.contribution is not None
+                effects.append(PushTo(action.to, live.round.round, live.contribution))
+            elif isinstance(action, Fetch):
+                effects.append(FetchFrom(action.source, live.round.round, action.member))
+            elif isinstance(action, Reduce):
+                effects.append(self._work(live, action.members))
+            elif isinstance(action, Finish):
+                effects += self._finish(live, action.outcome, now)
+        return effects
+
+    def _work(self, live: _Live, members: tuple[Member, ...]) -> Work:
+        return Work(live.round.round, live.round.fragment, members, dict(live.payloads))
+
+    def _finish(self, live: _Live, outcome: Outcome, now: float) -> list[Effect]:
+        if isinstance(outcome, Committed):
+            live.installing = outcome.signed
+            if live.reduced is None:
+                return [self._work(live, outcome.signed.record.members)]
+            return self._install(live, outcome.signed, now)
+        return self._over(live, outcome, False, now)
+
+    def _install(self, live: _Live, signed: SignedRecord, now: float) -> list[Effect]:
+        assert live.reduced is not None
+        record = signed.record
+        counted = any(member.peer == self.me for member in record.members)
+        if record.prev != self.diloco.fragments[record.fragment].tip.head:
+            return self._over(live, Aborted("the fragment was repaired meanwhile"), False, now)
+        try:
+            self.diloco.install(record.fragment, signed, live.reduced, counted=counted)
+        except RemoteProtocolError as error:
+            return self._over(live, Outrun(record.coordinator, str(error)), False, now)
+        self.adopt_clock(record.clock)
+        return self._over(live, Committed(signed), counted, now)
+
+    def _over(self, live: _Live, outcome: Outcome, counted: bool, now: float) -> list[Effect]:
+        live.over, live.reduced = True, None
+        fragment = live.round.fragment
+        effects: list[Effect] = [Over(live.round.round, fragment, outcome, counted, max(0.0, now - live.departed))]
+        if isinstance(outcome, Outrun):
+            effects += self._repair(fragment, outcome.source, outcome.reason)
+        return effects
+
+    def busy(self) -> bool:
+        """Whether any round is still going on."""
+        return any(not live.over and live.round.phase is not Phase.DONE for live in self._live.values())
