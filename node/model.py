@@ -200,7 +200,9 @@ def _check_fields(fields: Mapping[str, object], blank: Any, model_type: str) -> 
         if name not in known:
             near = difflib.get_close_matches(str(name), sorted(known), n=3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(known))}."
-            raise ConfigError(f"The model table has a field {name!r} that model_type {model_type} does not have; {hint}")
+            raise ConfigError(
+                f"The model table has a field {name!r} that model_type {model_type} does not have; {hint}"
+            )
         limit = MAX_LAYERS if "layer" in name else MAX_SIZE
         if isinstance(value, int) and value > limit:
             raise ConfigError(f"The model table says {name} = {value}; at most {limit} is allowed here. Lower it.")

@@ -94,10 +94,11 @@ def _own_std(flat: Tensor, name: str, nominal_std: float | None) -> float:
             f"The library's own initial values of parameter {name} are not finite. Correct the initializer fields of "
             "the model table."
         )
-    std = math.sqrt(square / count)
-    if abs(total / count) > SIGMAS * std / math.sqrt(count):
+    std, mean = math.sqrt(square / count), total / count
+    spread = math.sqrt(max(square / count - mean * mean, 0.0))
+    if abs(mean) > SIGMAS * spread / math.sqrt(count):
         raise ConfigError(
-            f"The initial values of parameter {name} have mean {total / count:.3g} beside a spread of {std:.3g}: this "
+            f"The initial values of parameter {name} have mean {mean:.3g} beside a spread of {spread:.3g}: this "
             "model type begins from values that cannot be made equal on all machines. Choose a model type whose "
             "weights begin as zero-mean noise or constants (qwen3, llama, gpt2, ...)."
         )

@@ -29,6 +29,9 @@ MAX_MEMBERS = 256
 MAX_COUNT = 1 << 62
 """Upper bound of any counter that a peer sends."""
 
+MAX_TOKENS = 1 << 40
+"""Upper bound of the tokens behind one contribution, so that no peer can make a chain's total overflow."""
+
 
 def check_count(name: str, value: int) -> None:
     """ValueError unless 0 <= value <= MAX_COUNT."""
@@ -46,7 +49,8 @@ class Member:
 
     def __post_init__(self) -> None:
         check_peer("member", self.peer)
-        check_count("tokens", self.tokens)
+        if not 0 <= self.tokens <= MAX_TOKENS:
+            raise ValueError(f"tokens {self.tokens} is not in 0..2^40")
         check_digest("payload", self.payload)
 
 

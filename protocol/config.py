@@ -10,6 +10,9 @@ of overlap, alpha the share of the local weights kept at a merge.
 """
 
 import dataclasses
+import json
+import math
+import re
 import sys
 import typing
 from collections.abc import Mapping
@@ -54,6 +57,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _require(self.sequence_length >= 1, f"data.sequence_length is {self.sequence_length}, it must be at least 1")
+        _require(0 <= self.seed < 2**63, f"data.seed is {self.seed}, it must be in 0..2^63 - 1")
         _require(bool(self.source), "data.source is empty; write stdlib or text:PATH")
 
 
@@ -216,6 +220,7 @@ class RunConfig:
             isinstance(self.model.get("model_type"), str),
             'model.model_type is missing: write a Hugging Face model type such as "qwen3"',
         )
+        _require(0 <= self.seed < 2**63, f"seed is {self.seed}, it must be in 0..2^63 - 1")
         tokens, length = self.inner.tokens_per_step, self.data.sequence_length
         _require(
             tokens % length == 0,
@@ -244,9 +249,7 @@ class RunConfig:
         _refuse_unknown(plain, known, "")
         if "name" not in plain or not isinstance(plain.get("model"), Mapping):
             raise ConfigError("a run config needs a name and a [model] table")
-        sections = {
-            name: _section(kind, name, plain[name]) for name, kind in _SECTIONS.items() if name in plain
-        }
+        sections = {name: _section(kind, name, plain[name]) for name, kind in _SECTIONS.items() if name in plain}
         name, seed = _typed(str, "name", plain["name"]), _typed(int, "seed", plain.get("seed", 0))
         return cls(name=name, seed=seed, model=_plain(plain["model"]), **sections)
 
@@ -270,7 +273,7 @@ class RunConfig:
         """A config from the text of a run.toml."""
         try:
             plain = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number of thousands of digits, deep nesting
             raise ConfigError(f"not valid TOML: {error}") from None
         return cls.from_dict(plain)
 
@@ -280,7 +283,7 @@ class RunConfig:
         lines = [f"name = {_toml(plain.pop('name'))}", f"seed = {_toml(plain.pop('seed'))}"]
         for section, fields in plain.items():
             lines += ["", f"[{section}]"]
-            lines += [f"{key} = {_toml(value)}" for key, value in fields.items()]
+            lines += [f"{_key(key)} = {_toml(value)}" for key, value in fields.items()]
         return "\n".join(lines) + "\n"
 
     def differences(self, other: "RunConfig") -> list[str]:
@@ -306,8 +309,8 @@ def _section(kind: type, name: str, plain: Any) -> Any:
 def _typed(kind: type, name: str, value: Any) -> Any:
     if kind is float and type(value) is int:
         return float(value)
-    if type(value) is not kind or value != value or value in (float("inf"), float("-inf")):
-        words = {int: "a whole number", float: "a finite number", str: "a text in quotes", bool: "true or false"}
+    if type(value) is not kind or not _encodable(value):
+        words = {int: "a whole number of 64 bits", float: "a finite number", str: "a text in quotes"}
         raise ConfigError(f"{name} is {value!r}, it must be {words[kind]}")
     return value
 
@@ -325,9 +328,18 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, (bool, int, float, str)) and _encodable(value):
         return value
-    raise ConfigError(f"a run config cannot hold {value!r}")
+    raise ConfigError(f"a run config cannot hold {value!r}; leave the key out, or write a text, number, list or table")
+
+
+def _encodable(value: object) -> bool:
+    """Whether a scalar has canonical bytes: floats must be finite, whole numbers have 64 bits, texts be Unicode."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, str):
+        return not any("\ud800" <= character <= "\udfff" for character in value)
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
 def _flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -340,14 +352,18 @@ def _flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
+
+
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
+        # JSON's escapes are TOML's too; only the delete character has none in JSON.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     return repr(value)

@@ -28,7 +28,7 @@ def state_digest(anchor: np.ndarray, momentum: np.ndarray) -> bytes:
     little = np.dtype("<f4")
     return digest(
         "state",
-        [memoryview(np.ascontiguousarray(x, dtype=little)).cast("B") for x in (anchor, momentum) if x.size],
+        [np.ascontiguousarray(x, dtype=little).data.cast("B") for x in (anchor, momentum) if x.size],
     )
 
 

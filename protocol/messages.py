@@ -249,6 +249,24 @@ class FetchRun:
 
 
 @dataclass(frozen=True)
+class SignedRun:
+    """Answer: the canonical bytes of a run config, signed by the run's operator."""
+
+    config: bytes
+    operator: bytes
+    signature: bytes
+
+    def __post_init__(self) -> None:
+        check_peer("operator", self.operator)
+        if len(self.signature) != 64:
+            raise ValueError("signature has the wrong length")
+
+    def signed_bytes(self) -> bytes:
+        """What the operator signs."""
+        return b"stretto run\x00" + self.config
+
+
+@dataclass(frozen=True)
 class Missing:
     """Answer on a bulk stream: not here, and why."""
 
@@ -266,7 +284,7 @@ class Done:
 
 _KINDS: tuple[type, ...] = (
     Join, Group, Redirect, Behind, Have, Commit, Abort, Ask,
-    Push, Fetch, FetchState, Payload, State, FetchRun, Missing, Done,
+    Push, Fetch, FetchState, Payload, State, FetchRun, SignedRun, Missing, Done,
 )  # fmt: skip
 _TAGS = {kind: tag for tag, kind in enumerate(_KINDS)}
 

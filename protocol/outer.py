@@ -30,7 +30,8 @@ CHUNK = 1 << 18
 
 def outer_gradient(anchor: Vector, local: Vector) -> Vector:
     """anchor - local, (n,) float32."""
-    return np.subtract(anchor, local, dtype=np.float32)
+    gradient: Vector = np.subtract(anchor, local, dtype=np.float32)
+    return gradient
 
 
 def coefficients(tokens: Sequence[int]) -> list[np.float32]:

@@ -6,7 +6,7 @@ and ``Fetch`` move bytes, ``Work`` is arithmetic that may run in another thread,
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from stretto.protocol import messages as m
@@ -14,7 +14,6 @@ from stretto.protocol.chain import Member, SignedRecord, Tip, after, genesis
 from stretto.protocol.config import RunConfig
 from stretto.protocol.digest import payload_digest, state_digest
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
-from stretto.protocol.outer import Vector
 from stretto.protocol.rounds import (
     Aborted,
     Action,
@@ -23,7 +22,6 @@ from stretto.protocol.rounds import (
     Finish,
     Outcome,
     Outrun,
-    Phase,
     Push,
     Reduce,
     Round,
@@ -94,6 +92,8 @@ class _Live:
     round: Round
     departed: float
     payloads: dict[bytes, bytes]
+    owners: set[bytes] = field(default_factory=set)
+    """Whose contributions are here: each member has one, and cannot fill the memory with more."""
     contribution: Contribution | None = None
     reduced: Reduced | None = None
     installing: SignedRecord | None = None
@@ -152,20 +152,30 @@ class Peer:
 
     # ------------------------------------------------------------------ rounds
 
-    def depart(self, round: int, local: Vector, *, rate: float, patience: float, now: float) -> list[Effect]:
-        """Round ``round`` is due: contribute the present local weights of its fragment, (n,) float32.
+    def sits_out(self, round: int) -> str | None:
+        """Why this peer cannot contribute to a round that is due, None if it can."""
+        fragment = fragment_of(round, self.fragments)
+        if fragment in self.repairing:
+            return f"fragment {fragment} is being repaired"
+        if self.diloco.fragments[fragment].pending:
+            return f"the last result of fragment {fragment} is not merged yet"
+        return None
+
+    def depart(
+        self, round: int, contribution: Contribution, *, rate: float, patience: float, now: float
+    ) -> list[Effect]:
+        """Round ``round`` is due: enter it with ``contribution`` (from ``diloco.leave``, after ``sits_out``).
 
         ``rate`` is this peer's inner steps per second, ``patience`` the seconds until its deadline.
         """
         fragment = fragment_of(round, self.fragments)
         state = self.diloco.fragments[fragment]
-        if state.pending or fragment in self.repairing:
-            why = "the last result is not merged yet" if state.pending else "its state is being repaired"
-            return [Over(round, fragment, Aborted(f"fragment {fragment} sits out: {why}"), False, 0.0)]
-        contribution = self.diloco.leave(fragment, local)
+        if contribution.head != state.tip.head or self.sits_out(round):
+            return [Over(round, fragment, Aborted("its state changed while the contribution left"), False, 0.0)]
         live = self._open(round)
         if live.contribution is not None:
             raise LocalProtocolError(f"round {round} departed twice")
+        self.diloco.left(contribution)
         live.contribution = contribution
         live.payloads[contribution.digest] = contribution.payload
         join = m.Join(
@@ -197,8 +207,11 @@ class Peer:
             return f"round {push.round} is not going on here"
         if push.nbytes != self.payload_size(push.fragment):
             return f"{push.nbytes} bytes where {self.payload_size(push.fragment)} are due"
-        if push.payload in live.payloads:
+        if push.payload in live.payloads or sender in live.owners:
             return "already here"
+        group = live.round.group
+        if group and not any((x.peer, x.payload) == (sender, push.payload) for x in group.members):
+            return "not what the group was told of"
         if len(live.payloads) > self.rules.max_group:
             return "more contributions than the group can have"
         return None
@@ -215,6 +228,7 @@ class Peer:
         self.diloco.codec.validate(payload, self.diloco.fragments[live.round.fragment].anchor.size)
         name = payload_digest(payload)
         live.payloads[name] = payload
+        live.owners.add(owner)
         return self._effects(live, live.round.arrived(owner, name, now), now)
 
     def fetch_failed(self, source: bytes, round: int, now: float) -> list[Effect]:
@@ -321,6 +335,11 @@ class Peer:
         """Whether a round that this peer has not begun may be begun by another's message."""
         if self.clock is None or message.fragment != fragment_of(message.round, self.fragments):
             return False
+        # Opening a round ends what is kept of its fragment: not for an old one, nor, while one goes on, too early.
+        due = self.clock.departure(message.round) <= now + self.rules.window
+        for round, live in self._live.items():
+            if live.round.fragment == message.fragment and (round > message.round or not (live.over or due)):
+                return False
         return abs(message.round - self.clock.next_round(now)) <= 1 and message.fragment not in self.repairing
 
     def _open(self, round: int) -> _Live:
@@ -408,5 +427,5 @@ class Peer:
         return effects
 
     def busy(self) -> bool:
-        """Whether any round is still going on."""
-        return any(not live.over and live.round.phase is not Phase.DONE for live in self._live.values())
+        """Whether a round that this peer entered is still going on."""
+        return any(not live.over and live.contribution is not None for live in self._live.values())

@@ -183,6 +183,11 @@ class Round:
         self._half_at: float | None = None
         self._asks = 0
 
+    @property
+    def over(self) -> bool:
+        """Whether there is an outcome; no event changes it any more."""
+        return self.phase is Phase.DONE
+
     # ------------------------------------------------------------------ events
 
     def contribute(self, join: m.Join, now: float) -> list[Action]:
@@ -209,7 +214,7 @@ class Round:
         if isinstance(message, m.Commit):
             return self._on_commit(peer, message, now)
         if isinstance(message, m.Have):
-            return self._on_have(peer, message, now)
+            return self._on_have(peer, message)
         if peer != self.coordinator:
             return []
         if isinstance(message, m.Group):
@@ -289,14 +294,14 @@ class Round:
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed; call at or after ``deadline()``."""
-        if self.phase is Phase.DONE:
+        if self.over:
             return []
         actions: list[Action] = []
         if self._desk is not None:
             actions += self._desk_tick(self._desk, now)
-        if self.phase is not Phase.DONE and self._half_at is not None and now >= self._half_at:
+        if not self.over and self._half_at is not None and now >= self._half_at:
             actions += self._report(now)
-        if self.phase is not Phase.DONE and self._wait_until is not None and now >= self._wait_until:
+        if not self.over and self._wait_until is not None and now >= self._wait_until:
             actions += self._waited(now)
         return actions
 
@@ -393,7 +398,7 @@ class Round:
         self._half_at = None if late or len(held) == len(self.group.members) else self._half_at
         have = m.Have(self.fragment, self.round, tuple(sorted(held)))
         if self.coordinator == self.me:
-            return self._on_have(self.me, have, now)
+            return self._on_have(self.me, have)
         assert self.coordinator is not None
         return [Send(self.coordinator, have)]
 
@@ -542,12 +547,13 @@ class Round:
         return all(peer in join.tried for peer in before)
 
     def _maybe_close(self, desk: _Desk, now: float) -> list[Action]:
-        full = len(desk.joined) >= self.rules.max_group
+        full = len(desk.joined) >= self.rules.max_group and self.tip.quorum(desk.joined)
         if self.mine is not None and (full or self.expected <= desk.joined.keys() | desk.gone):
             return self._close(desk, now)
         return []
 
     def _close(self, desk: _Desk, now: float) -> list[Action]:
+        self._turn_away_surplus(desk)
         members = tuple(desk.joined[peer].member for peer in sorted(desk.joined))
         count, needed = len(members), self.rules.min_group
         if self.mine is None or self.me not in desk.joined:
@@ -563,17 +569,27 @@ class Round:
         seconds = max(self.rules.min_exchange, patience)
         group = m.Group(self.fragment, self.round, members, seconds)
         desk.decide_at = now + seconds
-        tell: list[Action] = [Send(member.peer, group) for member in members if member.peer != self.me]
+        audience = [peer for peer in (*desk.joined, *desk.late) if peer != self.me]
+        tell: list[Action] = [Send(peer, group) for peer in audience]
         return tell + self._on_group(group, now)
 
-    def _on_have(self, peer: bytes, message: m.Have, now: float) -> list[Action]:
+    def _turn_away_surplus(self, desk: _Desk) -> None:
+        """Keep ``max_group`` members: this peer, a quorum, then whoever came first. The rest hear the outcome."""
+        electors = [peer for peer in desk.joined if peer in self.tip.electors]
+        quorum = electors[: len(self.tip.electors) // 2 + 1]
+        order = list(dict.fromkeys([self.me, *quorum, *desk.joined]))
+        for peer in order[self.rules.max_group :]:
+            del desk.joined[peer]
+            desk.late.add(peer)
+
+    def _on_have(self, peer: bytes, message: m.Have) -> list[Action]:
         desk = self._desk
         if desk is None or desk.decide_at is None or peer not in desk.joined:
             return []
         desk.have[peer] = set(message.peers) & set(desk.joined)
-        return self._maybe_decide(desk, now)
+        return self._maybe_decide(desk)
 
-    def _maybe_decide(self, desk: _Desk, now: float) -> list[Action]:
+    def _maybe_decide(self, desk: _Desk) -> list[Action]:
         """Decide as soon as nothing more can come: every living member holds what every living member gave."""
         if desk.reducing is not None or desk.decide_at is None:
             return []
@@ -594,6 +610,7 @@ class Round:
 
     def _decide_late(self, desk: _Desk) -> list[Action]:
         """Time is up: count what this peer holds and more than half of the living hold too."""
+        desk.have[self.me] = self._held()
         living = desk.joined.keys() - desk.gone
         voters = {peer for peer in living if desk.have.get(peer)}
         holders = {owner: sum(owner in desk.have.get(peer, set()) for peer in living) for owner in desk.joined}
@@ -606,7 +623,7 @@ class Round:
         if desk.decide_at is None:
             desk.joined.pop(peer, None)
             return self._maybe_close(desk, now)
-        return self._maybe_decide(desk, now)
+        return self._maybe_decide(desk)
 
     def _desk_tick(self, desk: _Desk, now: float) -> list[Action]:
         if desk.reducing is not None:

@@ -27,8 +27,11 @@ MAX_DRIFT = 4.0
 ROUND_TIME_MARGIN = 1.25
 """The interval stays at least this multiple of the measured round time."""
 
-MAX_INTERVAL = 24 * 3600.0
-"""Seconds. A clock beyond this is a mistake or an attack."""
+MIN_INTERVAL, MAX_INTERVAL = 1e-3, 24 * 3600.0
+"""Seconds. A clock beyond these is a mistake or an attack."""
+
+MAX_ROUND, MAX_TIME = 1 << 40, 1e11
+"""Bounds of a clock's round and time (seconds), so that no arithmetic with a clock from a peer overflows."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,12 @@ class Clock:
     interval: float
 
     def __post_init__(self) -> None:
-        if self.round < 0:
-            raise ValueError(f"clock round {self.round} is negative")
-        if not math.isfinite(self.at):
-            raise ValueError("clock time is not finite")
-        if not 0 < self.interval <= MAX_INTERVAL:
-            raise ValueError(f"clock interval {self.interval} s is not in (0, {MAX_INTERVAL:.0f}]")
+        if not 0 <= self.round <= MAX_ROUND:
+            raise ValueError(f"clock round {self.round} is not in 0..2^40")
+        if not -MAX_TIME <= self.at <= MAX_TIME:
+            raise ValueError(f"clock time {self.at} s is not within {MAX_TIME:.0e} s of zero")
+        if not MIN_INTERVAL <= self.interval <= MAX_INTERVAL:
+            raise ValueError(f"clock interval {self.interval} s is not in {MIN_INTERVAL}..{MAX_INTERVAL:.0f}")
 
     def departure(self, round: int) -> float:
         """Swarm time at which ``round`` departs."""
@@ -71,8 +74,12 @@ def fragment_of(round: int, fragments: int) -> int:
 
 def first_clock(now: float, rate: float, inner_steps: int, fragments: int) -> Clock:
     """The clock of a new run: ``rate`` inner steps per second, round 0 after one full cycle."""
-    interval = inner_steps / fragments / rate
-    return Clock(round=0, at=now + inner_steps / rate, interval=interval)
+    interval = _bounded(inner_steps / fragments / rate)
+    return Clock(round=0, at=now + fragments * interval, interval=interval)
+
+
+def _bounded(interval: float) -> float:
+    return min(max(interval, MIN_INTERVAL), MAX_INTERVAL)
 
 
 def next_clock(
@@ -86,9 +93,7 @@ def next_clock(
     wanted = inner_steps / fragments / (sum(rates) / len(rates))
     wanted = max(wanted, ROUND_TIME_MARGIN * round_seconds)
     low, high = clock.interval * (1 - MAX_CHANGE), clock.interval * (1 + MAX_CHANGE)
-    return Clock(
-        round=round + 1, at=clock.departure(round + 1), interval=min(max(wanted, low), high, MAX_INTERVAL)
-    )
+    return Clock(round=round + 1, at=clock.departure(round + 1), interval=_bounded(min(max(wanted, low), high)))
 
 
 def follows(clock: Clock, proposed: Clock) -> bool:

@@ -19,7 +19,7 @@ from stretto.protocol.config import RunConfig
 from stretto.protocol.digest import digest
 from stretto.protocol.outer import Vector
 from stretto.protocol.peer import Effect, FetchFrom, Over, Peer, PushTo, Repair, Work
-from stretto.protocol.rounds import Committed, Rules, Send
+from stretto.protocol.rounds import Aborted, Committed, Rules, Send
 from stretto.protocol.schedule import Clock, fragment_of
 from stretto.protocol.streaming import Reduced, StreamingDiLoCo
 
@@ -210,10 +210,14 @@ class Simulation:
             self._schedule_departure(sim, round)
             return
         fragment = fragment_of(round, sim.peer.fragments)
-        sim.left_at[fragment] = sim.steps
-        effects = sim.peer.depart(
-            round, sim.replica.get(fragment), rate=1 / sim.step_time, patience=self._patience(sim), now=self.now
-        )
+        reason = sim.peer.sits_out(round)
+        if reason is None:
+            sim.left_at[fragment] = sim.steps
+            contribution = sim.peer.diloco.leave(fragment, sim.replica.get(fragment))
+            rate, patience = 1 / sim.step_time, self._patience(sim)
+            effects = sim.peer.depart(round, contribution, rate=rate, patience=patience, now=self.now)
+        else:
+            effects = [Over(round, fragment, Aborted(reason), False, 0.0)]
         self._carry_out(sim, effects)
         self._schedule_departure(sim, round + 1)
 

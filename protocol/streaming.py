@@ -3,7 +3,7 @@
 A peer keeps, per fragment, the anchor that all peers share bit for bit and its outer momentum. A round is four steps,
 each a method here:
 
-    leave(p, local)            outer gradient = anchor - local, encoded            Algorithm 2, line 8
+    leave(p, local), left()    outer gradient = anchor - local, encoded            Algorithm 2, line 8
     reduce(p, members, ...)    FP32 average of the contributions, Nesterov step    lines 10-11, on copies
     install(p, record, ...)    the copies become anchor and momentum               only after the commit
     come_back(p, local)        the new local weights                               line 12
@@ -32,9 +32,13 @@ from stretto.protocol.outer import Vector
 
 @dataclass(frozen=True)
 class Contribution:
-    """A peer's encoded outer gradient: payload bytes, their digest, the tokens behind it."""
+    """A peer's encoded outer gradient: payload bytes, their digest, the tokens behind it.
+
+    ``head`` is the chain whose anchor it was taken from.
+    """
 
     fragment: int
+    head: bytes
     payload: bytes
     digest: bytes
     tokens: int
@@ -98,13 +102,20 @@ class StreamingDiLoCo:
             state.tokens += tokens
 
     def leave(self, fragment: int, local: Vector) -> Contribution:
-        """The contribution of the present local weights, (n,) float32. LocalProtocolError if a result is pending."""
+        """The contribution of the present local weights, (n,) float32. LocalProtocolError if a result is pending.
+
+        Heavy; it only reads, so any thread may run it. ``left`` makes it the one that counts.
+        """
         state = self.fragments[fragment]
         if state.pending:
             raise LocalProtocolError(f"fragment {fragment}: the last result has not been merged yet")
-        payload = self.codec.encode(outer.outer_gradient(state.anchor, local))
-        state.tokens_left = state.tokens
-        return Contribution(fragment, payload, payload_digest(payload), state.tokens)
+        head, anchor, tokens = state.tip.head, state.anchor, state.tokens
+        payload = self.codec.encode(outer.outer_gradient(anchor, local))
+        return Contribution(fragment, head, payload, payload_digest(payload), tokens)
+
+    def left(self, contribution: Contribution) -> None:
+        """``contribution`` enters its round."""
+        self.fragments[contribution.fragment].tokens_left = contribution.tokens
 
     def reduce(
         self, fragment: int, members: Sequence[Member], payloads: Mapping[bytes, bytes | memoryview]

@@ -69,7 +69,7 @@ def from_plain(cls: type[T], plain: Any) -> T:
     return typing.cast(T, value)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
@@ -101,8 +101,7 @@ def _parse_dataclass(kind: type, plain: Any, where: str) -> Any:
     if not isinstance(plain, list) or len(plain) != len(hints):
         raise RemoteProtocolError(f"{where}: expected a list of {len(hints)} fields")
     fields = {
-        name: _parse(hint, value, f"{where}.{name}")
-        for (name, hint), value in zip(hints.items(), plain, strict=True)
+        name: _parse(hint, value, f"{where}.{name}") for (name, hint), value in zip(hints.items(), plain, strict=True)
     }
     try:
         return kind(**fields)

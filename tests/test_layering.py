@@ -35,7 +35,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     "protocol": (),
     "node": ("stretto.protocol",),
     # node.swarm: what a peer that trains and one that does not both need of hivemind (DHT, identity, roster, streams).
-    "bootstrap": ("stretto.protocol", "stretto.node.swarm"),
+    # node.console, node.ports: how a program of Stretto talks to people and refuses a busy port.
+    "bootstrap": ("stretto.protocol", "stretto.node.swarm", "stretto.node.console", "stretto.node.ports"),
 }
 
 # File -> what it may import besides, but only inside a function.

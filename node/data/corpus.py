@@ -19,14 +19,14 @@ still read at each start, for the fingerprint, which costs about a second per gi
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 
-from stretto.node.data.sources import Document, read_documents
+from stretto.node.data.sources import read_documents
 from stretto.node.data.tokenizer import Tokenizer, Tokens
 from stretto.protocol.errors import ConfigError
 
@@ -156,10 +156,11 @@ def _encode(source: str, tokenizer: Tokenizer, survey: _Survey, write: Callable[
 
 def _load(path: Path, tokenizer: Tokenizer, survey: _Survey) -> tuple[Tokens, int] | None:
     """Map a cache file; None when it is missing or not the whole file that this source and tokenizer would give."""
-    if not path.is_file():
+    try:
+        with path.open("rb") as file:
+            header = file.read(HEADER.size)
+    except OSError:  # missing, or not ours to read: it is written anew
         return None
-    with path.open("rb") as file:
-        header = file.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
     magic, fingerprint, digest, train_count, count = HEADER.unpack(header)

@@ -35,7 +35,7 @@ def read_documents(source: str) -> Iterator[Document]:
     if source == "stdlib":
         return _stdlib_documents(Path(sysconfig.get_path("stdlib")))
     if kind == "text" and path:
-        return _text_documents(Path(path).expanduser())
+        return _text_documents(Path(os.path.expanduser(path)))
     raise ConfigError(
         f"There is no data source {source!r}. Write 'stdlib' (the sources of Python's standard library) or "
         f"'text:PATH' with a UTF-8 file or a folder of {', '.join(TEXT_SUFFIXES)} files."
@@ -45,17 +45,19 @@ def read_documents(source: str) -> Iterator[Document]:
 def _stdlib_documents(root: Path) -> Iterator[Document]:
     for name in _walk(root, enter=lambda folder: folder not in NOT_STDLIB, suffixes=(".py",)):
         path = root / name
-        if path.name.startswith("_sysconfigdata") or path.stat().st_size > MAX_STDLIB_FILE:
+        # Distributions put links to files of the machine's own settings here.
+        if path.is_symlink() or path.name.startswith("_sysconfigdata") or path.stat().st_size > MAX_STDLIB_FILE:
             continue
         try:
-            yield name, path.read_bytes().decode("utf-8")
+            text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:  # a few historical files name another encoding in their first line
             continue
+        yield name, text
 
 
 def _text_documents(path: Path) -> Iterator[Document]:
-    if not path.exists():
-        raise ConfigError(f"The data source {path} does not exist. Correct the path after 'text:'.")
+    if not os.path.exists(path):
+        raise ConfigError(f"The data source {path} does not exist or is out of reach. Correct the path after 'text:'.")
     if path.is_dir():
         for name in _walk(path, enter=lambda folder: not folder.startswith("."), suffixes=TEXT_SUFFIXES):
             yield from _file_documents(path / name, name)
@@ -64,9 +66,9 @@ def _text_documents(path: Path) -> Iterator[Document]:
 
 
 def _walk(root: Path, *, enter: Callable[[str], bool], suffixes: tuple[str, ...]) -> list[str]:
-    """List the files below ``root`` with these suffixes: relative names, sorted by code point, links not followed."""
+    """List the files below ``root`` with these suffixes: relative names by code point; links to folders are left."""
     found: list[str] = []
-    for folder, subfolders, files in os.walk(root):
+    for folder, subfolders, files in os.walk(root, onerror=_refuse_folder):
         subfolders[:] = [name for name in subfolders if enter(name)]
         found += [
             Path(folder, name).relative_to(root).as_posix()
@@ -74,6 +76,10 @@ def _walk(root: Path, *, enter: Callable[[str], bool], suffixes: tuple[str, ...]
             if name.endswith(suffixes) and not name.startswith(".")
         ]
     return sorted(found)
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise ConfigError(f"The folder {error.filename} cannot be read: {error.strerror}. Check its permissions.")
 
 
 def _file_documents(path: Path, name: str) -> Iterator[Document]:
@@ -109,7 +115,9 @@ def _json_text(line: str, path: Path, number: int) -> str:
     try:
         record = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} line {number} is not JSON: {error}. A .jsonl file has one object a line.") from error
+        raise ConfigError(
+            f"{path} line {number} is not JSON: {error}. A .jsonl file has one object a line."
+        ) from error
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise ConfigError(

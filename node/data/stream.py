@@ -3,12 +3,12 @@
 Windows. Window w of n = (count - 1) // T covers tokens w T .. w T + T: T inputs and, one further, T targets. Inputs of
 different windows do not overlap; neighbours share one token, the target of one being the first input of the next.
 
-Order. Each reader goes through all n windows in its own pseudo-random order, epoch after epoch, with no list of them in
-memory: the k-th window of an epoch is E(k), where E is a permutation of 0..n-1 keyed by BLAKE2b(seed, epoch, reader).
-E is a balanced Feistel network (Luby and Rackoff, SIAM J. Comput. 17(2), 1988) of eight rounds over the next power of
-four, walked until it lands below n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002); its round
-function is the 64-bit finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). Integers only, hence the same order
-on every machine and with every version of NumPy.
+Order. Each reader goes through all n windows in its own pseudo-random order, epoch after epoch, with no list of them
+in memory: the k-th window of an epoch is E(k), where E is a permutation of 0..n-1 keyed by BLAKE2b(seed, epoch,
+reader). E is a balanced Feistel network (Luby and Rackoff, SIAM J. Comput. 17(2), 1988) of eight rounds over the next
+power of four, walked until it lands below n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002);
+its round function is the 64-bit finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). Integers only, hence the
+same order on every machine and with every version of NumPy.
 
 State. One integer, the number of windows taken: a reader restored to it goes on with exactly the windows that would
 have come. Different readers draw without knowing of each other, so two peers meet the same window as often as chance
@@ -30,7 +30,7 @@ ROUNDS = 8
 class TokenStream:
     """Endless batches of training windows for one reader; see the top of the file.
 
-    tokens: (count,) uint16 or int32. seq_len: T, tokens. seed: of the run, 0 .. 2^64 - 1. reader: the peer's id, bytes.
+    tokens: (count,) uint16 or int32. seq_len: T, tokens. seed: of the run, 0 .. 2^64 - 1. reader: the peer's id.
     Raises ConfigError when the tokens do not fill one window.
     """
 
@@ -100,7 +100,8 @@ def count_windows(tokens: Tokens, seq_len: int, what: str) -> int:
 def gather_windows(tokens: Tokens, windows: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
     """Read windows by number, (batch,) -> (batch, seq_len + 1) int64."""
     offsets = np.arange(seq_len + 1, dtype=np.int64)
-    return tokens[windows[:, None] * seq_len + offsets].astype(np.int64)
+    ids: NDArray[np.int64] = tokens[windows[:, None] * seq_len + offsets].astype(np.int64)
+    return ids
 
 
 def permute(places: NDArray[np.uint64], size: int, keys: NDArray[np.uint64]) -> NDArray[np.int64]:

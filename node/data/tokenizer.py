@@ -11,11 +11,12 @@ All peers of a run must cut text alike, so a tokenizer has a digest that the run
 that may import tokenizers.
 """
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,8 @@ from stretto.protocol.errors import ConfigError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as LibraryTokenizer
 
-Tokens: TypeAlias = NDArray[np.uint16] | NDArray[np.int32]
+Tokens: TypeAlias = NDArray[np.integer[Any]]
+"""Ids of a text, (n,), in the dtype of their tokenizer: uint16 or int32."""
 
 MAX_FILE_BYTES = 256 << 20  # the largest published tokenizer files are below 40 MB
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]")
@@ -48,7 +50,7 @@ class Tokenizer(Protocol):
         """32 bytes that differ when two tokenizers may cut text differently."""
 
     @property
-    def dtype(self) -> np.dtype[np.uint16] | np.dtype[np.int32]:
+    def dtype(self) -> np.dtype[np.integer[Any]]:
         """Of the arrays from ``encode``: uint16, or int32 for more than 65,536 ids. Little-endian."""
 
     def encode(self, text: str) -> Tokens:
@@ -64,7 +66,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return BytesTokenizer()
     if kind == "file" and path:
-        return _load_file(Path(path).expanduser())
+        return _load_file(Path(os.path.expanduser(path)))
     raise ConfigError(
         f"There is no tokenizer {name!r}. Write 'bytes' (one token per byte, nothing to download) or "
         "'file:PATH' with the path of a Hugging Face tokenizer.json."
@@ -77,7 +79,7 @@ class BytesTokenizer:
 
     vocab_size: int = field(default=272, init=False)
     eos_id: int = field(default=256, init=False)
-    dtype: np.dtype[np.uint16] = field(default=np.dtype("<u2"), init=False)
+    dtype: np.dtype[np.integer[Any]] = field(default=np.dtype("<u2"), init=False)
     digest: bytes = field(default=blake2b(b"stretto bytes tokenizer 1", digest_size=32).digest(), init=False)
 
     def encode(self, text: str) -> Tokens:
@@ -97,7 +99,7 @@ class FileTokenizer:
     digest: bytes
 
     @property
-    def dtype(self) -> np.dtype[np.uint16] | np.dtype[np.int32]:
+    def dtype(self) -> np.dtype[np.integer[Any]]:
         return np.dtype("<u2") if self.vocab_size <= 1 << 16 else np.dtype("<i4")
 
     def encode(self, text: str) -> Tokens:
@@ -118,7 +120,9 @@ def _load_file(path: Path) -> FileTokenizer:
             "tokenizer.json, or use the tokenizer 'bytes'."
         ) from error
     if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"The tokenizer file {path} is larger than {MAX_FILE_BYTES >> 20} MiB; that is no tokenizer.")
+        raise ConfigError(
+            f"The tokenizer file {path} is larger than {MAX_FILE_BYTES >> 20} MiB; that is no tokenizer."
+        )
 
     from tokenizers import Tokenizer as LibraryTokenizer
 

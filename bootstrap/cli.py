@@ -1,0 +1,45 @@
+"""``stretto bootstrap RUN.toml``: the operator's command."""
+
+import threading
+from pathlib import Path
+
+from stretto.bootstrap.server import Bootstrap, BootstrapConfig, is_loopback
+from stretto.node.console import Console
+from stretto.node.ports import probe_port
+from stretto.node.swarm.identity import IdentityLock, load_or_create
+from stretto.node.swarm.thread import NetworkThread, Stopped
+from stretto.protocol.config import RunConfig
+
+
+def serve_run(
+    run: RunConfig, config: BootstrapConfig, console: Console, stopping: threading.Event, invite_file: Path | None
+) -> None:
+    """Serve ``run`` until ``stopping`` is set. Prints the invite and writes it to ``invite_file``."""
+    config.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    key_file = config.data_dir / "identity.key"
+    identity = load_or_create(key_file)
+    with IdentityLock(key_file):
+        probe_port(config.host, config.port)
+        thread = NetworkThread()
+        bootstrap: Bootstrap | None = None
+        try:
+            console.say(f"starting the network daemon on {config.host} port {config.port or '(any free one)'}")
+            bootstrap = thread.call(Bootstrap.start(run, identity, config), stopping=stopping.is_set)
+            invite = str(bootstrap.invite())
+            console.say(f"serving run {run.name!r}, id {run.digest().hex()[:16]}, as {identity.peer_id}")
+            for address in bootstrap.host.addresses:
+                console.say(f"listening at {address}{' (same machine only)' if is_loopback(address) else ''}")
+            console.say(f"invite: {invite}")
+            if invite_file is not None:
+                temporary = invite_file.with_name(invite_file.name + ".new")
+                temporary.write_text(invite + "\n", encoding="utf-8")
+                temporary.rename(invite_file)
+            thread.call(bootstrap.keep(console.say, seconds_per_status=15.0), stopping=stopping.is_set)
+        except Stopped:
+            console.say("stopping")
+        finally:
+            if bootstrap is not None:
+                thread.call(bootstrap.close())
+            thread.close()
+
+

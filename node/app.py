@@ -1,0 +1,536 @@
+"""One volunteer's node from start to end: this file puts the parts together and decides nothing that they decide.
+
+Order, each phase with its own message: identity and its lock, port, network daemon, bootstrap peers, run config,
+corpus and model, rehearsal (how fast is this machine?), the swarm's state, training, leaving.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stretto.node.config import NodeConfig, default_data_dir
+from stretto.node.console import Console
+from stretto.node.data.corpus import Corpus, open_corpus
+from stretto.node.data.stream import TokenStream, heldout_batches
+from stretto.node.data.tokenizer import load_tokenizer
+from stretto.node.metrics.jsonl import MetricsFile
+from stretto.node.model import build_model, count_parameters
+from stretto.node.ports import probe_port
+from stretto.node.swarm.exchange import Exchange
+from stretto.node.swarm.host import Host, HostConfig, dial_any, socket_dir
+from stretto.node.swarm.identity import Identity, IdentityLock, format_peer_id, load_or_create, verify
+from stretto.node.swarm.member import Member, Progress
+from stretto.node.swarm.records import SignedRecords, roster_key
+from stretto.node.swarm.roster import Roster
+from stretto.node.swarm.runs import check_run, fetch_run
+from stretto.node.swarm.thread import NetworkThread, Stopped
+from stretto.node.sync import Sync
+from stretto.node.trainer import StepReport, Trainer, evaluate, make_optimizer
+from stretto.protocol import messages as m
+from stretto.protocol.config import RunConfig
+from stretto.protocol.errors import ConfigError
+from stretto.protocol.fragments import FragmentedModel, split_model
+from stretto.protocol.invite import Invite
+from stretto.protocol.peer import Peer
+from stretto.protocol.rounds import Rules
+from stretto.protocol.streaming import StreamingDiLoCo
+
+VERSION = version("stretto-swarm")
+REHEARSAL = 5
+"""Forward and backward passes that measure this machine before the run's clock is set."""
+
+
+class StopSignal:
+    """SIGINT and SIGTERM ask to stop; a second one, or nobody listening for 8 s, ends the process at once."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.exit_code = 0
+
+    def install(self) -> None:
+        """Take the signals; from the main thread."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        code = 130 if number == signal.SIGINT else 0
+        if self.event.is_set():
+            os._exit(code or 143)
+        self.exit_code = code
+        self.event.set()
+        watchdog = threading.Timer(8.0, os._exit, [code or 143])
+        watchdog.daemon = True
+        watchdog.start()
+
+    def follow_stdin(self) -> None:
+        """Stop when standard input ends: a parent that dies, however it dies, takes its children along."""
+
+        def wait() -> None:
+            sys.stdin.buffer.read()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=wait, name="stdin", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ask to stop from inside."""
+        self.event.set()
+
+    def __call__(self) -> bool:
+        return self.event.is_set()
+
+
+@dataclass
+class Network:
+    """Everything that was opened on the way in, closed in reverse order on the way out."""
+
+    config: NodeConfig
+    console: Console
+    stopping: StopSignal
+    thread: NetworkThread = field(default_factory=NetworkThread)
+    host: Host | None = None
+    bootstraps: list[str] = field(default_factory=list)
+
+    def open(self, identity: Identity, invite: Invite) -> Host:
+        """Start the daemon and reach a bootstrap peer."""
+        config = self.config
+        self.console.say(f"starting the network daemon on {config.host} port {config.port or '(any free one)'}")
+        host_config = HostConfig(
+            host=config.host,
+            port=config.port,
+            announce=config.announce,
+            socket_dir=socket_dir(config.data_dir),
+        )
+        validator = SignedRecords(identity, [roster_key(invite.run)])
+        self.host = self.thread.call(Host.start(identity, host_config, validator), stopping=self.stopping)
+        self.console.say(f"listening at {', '.join(self.host.addresses)}")
+        addresses = self.bootstraps = [a for a in invite.addresses if not a.endswith(identity.peer_id)]
+        if len(addresses) < len(invite.addresses):
+            self.console.say("WARNING the invite names this peer itself as a bootstrap; that address is ignored")
+        self.console.say(f"dialling {len(addresses)} bootstrap peer(s)")
+        reached = self.thread.call(self._dial(addresses), stopping=self.stopping)
+        self.console.say(f"{reached} of {len(addresses)} bootstrap peers reached")
+        return self.host
+
+    async def _dial(self, addresses: list[str]) -> int:
+        assert self.host is not None
+        patience = self.config.join_timeout or None
+        return await dial_any(self.host, addresses, say=self.console.say, stop=asyncio.Event(), patience=patience)
+
+    def close(self) -> None:
+        """Stop daemon and thread."""
+        if self.host is not None:
+            self.thread.call(self.host.close())
+        self.thread.close()
+
+
+def run_node(invite_text: str, config: NodeConfig, console: Console, stopping: StopSignal) -> int:
+    """Join the run that ``invite_text`` names and train until it ends or somebody stops it. Returns the exit code."""
+    invite = Invite.parse(invite_text)
+    device = choose_device(config.device, console)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    _make_data_dir(config)
+    identity = load_or_create(config.key_file)
+    console.say(f"stretto {VERSION}, peer {identity.peer_id}, data in {config.data_dir}")
+    with IdentityLock(config.key_file):
+        probe_port(config.host, config.port)
+        network = Network(config, console, stopping)
+        try:
+            host = network.open(identity, invite)
+            signed = network.thread.call(fetch_run(host, invite), stopping=stopping)
+            run = check_run(signed, invite)
+            console.say(f"run {run.name!r}, id {invite.run.hex()[:16]}, signed by {format_peer_id(signed.operator)}")
+            node = Node.build(run, signed, identity, config, device, network, console)
+            return node.live()
+        except Stopped:
+            return stopping.exit_code
+        finally:
+            network.close()
+            console.close()
+
+
+@dataclass
+class Node:
+    """The parts of a node that has its run config."""
+
+    run: RunConfig
+    config: NodeConfig
+    console: Console
+    network: Network
+    metrics: MetricsFile
+    corpus: Corpus
+    trainer: Trainer
+    sync: Sync
+    member: Member
+    folder: Path
+    losses: list[float] = field(default_factory=list)
+    taus: list[int] = field(default_factory=list)
+    train_seconds: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def build(
+        cls,
+        run: RunConfig,
+        signed: m.SignedRun,
+        identity: Identity,
+        config: NodeConfig,
+        device: torch.device,
+        network: Network,
+        console: Console,
+    ) -> "Node":
+        """Corpus, model, protocol state and network parts for ``run``."""
+        folder = config.data_dir / "runs" / run.digest().hex()[:16]
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer, corpus = open_data(run, config.data_dir)
+        console.say(corpus.describe())
+        model = build_model(run.model, run.seed, device=device)
+        fragments = cut_model(run, model)
+        console.say(
+            f"model {run.model['model_type']} with {count_parameters(model):,} parameters on {device}, "
+            f"{len(fragments.specs)} fragments of up to {max(spec.numel for spec in fragments.specs):,}"
+        )
+        metrics = MetricsFile(folder / "metrics.jsonl")
+        peer = make_peer(run, fragments, identity, can_coordinate=not config.client_mode)
+        sync = Sync(fragments, peer, tau_max=run.outer.tau_max, fixed_tau=config.tau)
+        stream = TokenStream(corpus.train, run.data.sequence_length, run.data.seed, identity.peer_id_bytes)
+        trainer = Trainer(
+            model=model,
+            optimizer=make_optimizer(model, run.inner),
+            stream=stream,
+            config=run.inner,
+            sync=sync,
+            sequence_length=run.data.sequence_length,
+            micro_batch=config.micro_batch,
+            device=device,
+        )
+        member = _make_member(run, signed, config, network, peer, sync, metrics, console)
+        return cls(run, config, console, network, metrics, corpus, trainer, sync, member, folder)
+
+    # ------------------------------------------------------------------ life
+
+    def live(self) -> int:
+        """Enter the swarm, train, leave."""
+        call, stopping = self.network.thread.call, self.network.stopping
+        progress = self.member.progress
+        call(self.member.enter(), stopping=stopping)
+        watch = self.network.thread.start(self._watch_daemon())
+        try:
+            self.console.say("measuring the speed of this machine")
+            step_seconds = self.trainer.rehearse(REHEARSAL)
+            progress.rate, progress.state = 1 / step_seconds, "ready"
+            self.sync.estimate = self.sync.estimate.with_step(step_seconds)
+            self.console.start_status(self.status, self.config.seconds_per_status)
+            wait = self.member.await_start(
+                new_run=self.config.new_run,
+                start_peers=self.config.start_peers,
+            )
+            call(wait, stopping=stopping)
+            self._take_over_anchors()
+            progress.state = "training"
+            self.train()
+            return self._end()
+        except Stopped:
+            return stopping.exit_code
+        finally:
+            watch.cancel()
+            self.console.say("leaving the swarm")
+            call(self.member.leave())
+            self.metrics.close()
+
+    def train(self) -> None:
+        """The inner loop, until the last round is over or somebody stops it."""
+        ended, stopping = self.member.exchange.ended, self.network.stopping
+        began = time.monotonic()
+        for report in self.trainer.steps(self.swarm_step):
+            self._note(report)
+            if ended.is_set() or stopping():
+                break
+        self.train_seconds = time.monotonic() - began
+        self.trainer.sync.come_back()
+
+    def swarm_step(self) -> float:
+        """The swarm's mean inner step count now."""
+        clock = self.member.exchange.peer.clock
+        if clock is None:
+            return 0.0
+        return clock.swarm_step(
+            self.member.exchange.now(), self.run.outer.inner_steps, self.member.exchange.peer.fragments
+        )
+
+    def _note(self, report: StepReport) -> None:
+        progress = self.member.progress
+        self.losses.append(report.loss)
+        self.taus += [merged.tau for merged in report.merged if merged.counted]
+        progress.step, progress.loss, progress.tokens = report.step, report.loss, progress.tokens + report.tokens
+        progress.rate = 1 / self.sync.estimate.step_seconds
+        progress.tau = self.sync.estimate.tau
+        self.metrics.write(
+            {
+                "event": "step",
+                "step": report.step,
+                "loss": round(report.loss, 5),
+                "lr": report.lr,
+                "tokens": report.tokens,
+                "seconds": round(report.seconds, 5),
+            }
+        )
+        for merged in report.merged:
+            self.metrics.write(
+                {"event": "merge", "fragment": merged.fragment, "tau": merged.tau, "counted": merged.counted}
+            )
+
+    def _take_over_anchors(self) -> None:
+        """Local weights := anchors, where a state was downloaded."""
+        if any(state.pending for state in self.sync.peer.diloco.fragments):
+            self.sync.ask_reload()
+            self.sync.reload_if_asked()
+
+    async def _watch_daemon(self) -> None:
+        assert self.network.host is not None
+        status = await self.network.host.died()
+        self.console.say(f"ERROR the network daemon (p2pd) ended with status {status}; this node cannot go on")
+        self.network.stopping.exit_code = 1
+        self.network.stopping.stop()
+
+    def _end(self) -> int:
+        stopping = self.network.stopping
+        if not stopping():
+            self.member.progress.state = "finished"
+            self.console.say("the last round is over; staying until the others have it too")
+            self.network.thread.call(self.member.linger(), stopping=stopping)
+            self.sync.come_back()
+        report = self.report(evaluated=not stopping())
+        (self.folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        self.console.say(
+            f"done: {report['rounds_committed']} rounds committed, loss {report['loss_first']:.3f} -> "
+            f"{report['loss_last']:.3f}; report in {self.folder / 'report.json'}"
+        )
+        return stopping.exit_code
+
+    # ------------------------------------------------------------------ reporting
+
+    def status(self) -> str:
+        """One line: what this node does or waits for."""
+        exchange, progress = self.member.exchange, self.member.progress
+        peers = len(self.member.roster.peers)
+        if progress.state != "training":
+            return f"{progress.state}: {peers} other peer(s) in the run"
+        clock, rate = exchange.peer.clock, progress.rate
+        swarm = ", ".join(exchange.peer.waiting_for())
+        if not swarm and clock is not None:
+            due = clock.departure(clock.next_round(exchange.now())) - exchange.now()
+            swarm = f"next round in {due:.0f} s" if exchange.last_round not in exchange.begun else "no round is due"
+        alone = "" if peers else "; alone, no other peer is in sight"
+        return (
+            f"training: step {progress.step}, loss {progress.loss:.3f}, "
+            f"{rate * self.run.inner.tokens_per_step:,.0f} tokens/s, tau {progress.tau}, {peers} other peer(s), "
+            f"{len(exchange.committed)} rounds committed, {len(exchange.aborted)} aborted; {swarm}{alone}"
+        )
+
+    def report(self, *, evaluated: bool) -> dict[str, Any]:
+        """What this node did, as plain values."""
+        exchange, seconds = self.member.exchange, max(self.train_seconds, 1e-9)
+        sequences = self.run.eval.sequences
+        batches = heldout_batches(
+            self.corpus.heldout, self.run.data.sequence_length, self.config.micro_batch, sequences
+        )
+        head, tail = self.losses[:5], self.losses[-10:]
+        traffic = exchange.traffic
+        return {
+            "peer": exchange.host.identity.peer_id,
+            "run": self.run.digest().hex(),
+            "steps": self.sync.step,
+            "tokens": self.member.progress.tokens,
+            "rounds_begun": sorted(exchange.begun),
+            "committed": sorted(exchange.committed),
+            "rounds_committed": len(exchange.committed),
+            "aborted": {str(number): why for number, why in sorted(exchange.aborted.items())},
+            "heads": [tip.head.hex() for tip in exchange.peer.tips()],
+            "versions": [tip.version for tip in exchange.peer.tips()],
+            "loss_first": sum(head) / len(head) if head else float("nan"),
+            "loss_last": sum(tail) / len(tail) if tail else float("nan"),
+            "eval_loss": evaluate(self.trainer.model, batches, self.trainer.device) if evaluated else None,
+            "bytes_up": traffic.contributions_up + traffic.state_up + exchange.links.bytes_up,
+            "bytes_up_contributions": traffic.contributions_up,
+            "bytes_up_state": traffic.state_up,
+            "bytes_up_control": exchange.links.bytes_up,
+            "payload_bytes": [exchange.peer.payload_size(f) for f in range(exchange.peer.fragments)],
+            "fragment_parameters": [spec.numel for spec in self.sync.model.specs],
+            "step_seconds": seconds / max(self.sync.step, 1),
+            "blocked_seconds": self.sync.blocked_seconds,
+            "compute_utilization": 1 - self.sync.blocked_seconds / seconds,
+            "tau": max(set(self.taus), key=self.taus.count) if self.taus else None,
+            "taus": self.taus,
+            "wall_seconds": time.monotonic() - self.started,
+        }
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def choose_device(name: str, console: Console) -> torch.device:
+    """The torch device of that name. ConfigError lists the devices if it is not there; ``auto`` says what it took."""
+    available = ["cpu"]
+    if torch.cuda.is_available():
+        available += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        available.append("mps")
+    if name == "auto":
+        chosen = available[1] if len(available) > 1 else "cpu"
+        if chosen == "cpu":
+            console.say("WARNING no GPU found, training on the CPU")
+        return torch.device(chosen)
+    if name not in available and not (name == "cuda" and len(available) > 1):
+        raise ConfigError(f"device {name!r} is not available; this machine has {', '.join(available)}")
+    return torch.device(name)
+
+
+def open_data(run: RunConfig, data_dir: Path) -> tuple[Any, Corpus]:
+    """Tokenizer and corpus of the run, checked against the digests in its config."""
+    tokenizer = load_tokenizer(run.data.tokenizer)
+    corpus = open_corpus(run.data.source, tokenizer, cache_dir=data_dir / "cache")
+    pairs = (
+        ("tokenizer", run.data.tokenizer_digest, tokenizer.digest.hex()),
+        ("corpus", run.data.fingerprint, corpus.fingerprint.hex()),
+    )
+    for what, wanted, found in pairs:
+        if wanted and wanted != found:
+            raise ConfigError(
+                f"the run's {what} has fingerprint {wanted[:16]}, the one here {found[:16]}: peers must train on the "
+                f"same data ({run.data.source}, {run.data.tokenizer}). With stdlib that means the same Python version "
+                f"({sys.version.split()[0]} here)"
+            )
+    vocabulary = run.model.get("vocab_size")
+    if isinstance(vocabulary, int) and vocabulary < tokenizer.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size is {vocabulary}, the tokenizer {run.data.tokenizer} needs {tokenizer.vocab_size}"
+        )
+    return tokenizer, corpus
+
+
+def cut_model(run: RunConfig, model: torch.nn.Module) -> FragmentedModel:
+    """The model in fragments as the run wants them."""
+    outer = run.outer
+    specs = split_model(
+        model, count=outer.fragments or None, max_bytes=outer.fragment_bytes or None, pattern=outer.pattern
+    )
+    if outer.inner_steps < len(specs):
+        raise ConfigError(
+            f"outer.fragment_bytes cuts the model into {len(specs)} fragments, more than outer.inner_steps "
+            f"({outer.inner_steps}): make fragments larger or H longer"
+        )
+    return FragmentedModel(model, specs)
+
+
+def make_peer(run: RunConfig, model: FragmentedModel, identity: Identity, *, can_coordinate: bool) -> Peer:
+    """The protocol side of a replica whose local weights are the initial ones."""
+    diloco = StreamingDiLoCo(run, [model.gather(index) for index in range(len(model.specs))])
+    rules = Rules(
+        inner_steps=run.outer.inner_steps,
+        fragments=len(model.specs),
+        min_group=run.group.min_size,
+        max_group=run.group.max_size,
+        window=run.group.window,
+    )
+    return Peer(
+        me=identity.peer_id_bytes,
+        config=run,
+        diloco=diloco,
+        rules=rules,
+        sign=identity.sign,
+        verify=verify,
+        can_coordinate=can_coordinate,
+    )
+
+
+def last_round(run: RunConfig, fragments: int, limit: int) -> int:
+    """The first round that does not depart any more: the run's end, or the node's own limit."""
+    cycles = run.inner.total_steps / run.outer.inner_steps - 1
+    end = max(1, int(cycles * fragments) + 1)
+    return min(end, limit) if limit else end
+
+
+def _make_member(
+    run: RunConfig,
+    signed: m.SignedRun,
+    config: NodeConfig,
+    network: Network,
+    peer: Peer,
+    sync: Sync,
+    metrics: MetricsFile,
+    console: Console,
+) -> Member:
+    host, progress = network.host, Progress()
+    assert host is not None
+
+    def say(event: dict[str, Any]) -> None:
+        metrics.write(event)
+        text = _for_people(event)
+        if text:
+            console.say(text)
+        if event.get("fatal"):
+            network.stopping.exit_code = 1
+            network.stopping.stop()
+
+    member: Member | None = None
+    roster = Roster(host, run.digest(), lambda: member.own_record(VERSION, config.client_mode) if member else None)
+
+    async def make() -> Member:
+        exchange = Exchange(
+            host=host,
+            peer=peer,
+            sync=sync,
+            roster=roster,
+            run_config=signed,
+            say=say,
+            last_round=last_round(run, peer.fragments, config.rounds),
+        )
+        return Member(host, exchange, roster, progress, network.bootstraps, say, console.say)
+
+    member = network.thread.call(make())
+    return member
+
+
+def _for_people(event: dict[str, Any]) -> str | None:
+    kind = event["event"]
+    if kind == "round" and event["outcome"] == "committed":
+        counted = "" if event["counted"] else ", without this peer's contribution"
+        return (
+            f"round {event['round']} (fragment {event['fragment']}) committed by {event['members']} peer(s) "
+            f"in {event['seconds']:.1f} s{counted}"
+        )
+    if kind == "round":
+        return f"round {event['round']} (fragment {event['fragment']}) {event['outcome']}: {event['why']}"
+    if kind == "repair" and event["state"] != "begun":
+        why = event.get("why", f"{event.get('seconds', 0)} s")
+        return f"repair of fragment {event['fragment']}: {event['state']} ({why})"
+    if kind == "fault":
+        return f"WARNING {event.get('peer', '')} {event['what']}".replace("  ", " ")
+    return None
+
+
+def _make_data_dir(config: NodeConfig) -> None:
+    try:
+        config.data_dir.mkdir(mode=0o700, parents=config.data_dir == default_data_dir(), exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"data dir {config.data_dir} cannot be made: {error.strerror}. Choose another one with --data-dir"
+        ) from None
+    if not os.access(config.data_dir, os.W_OK):
+        owner = config.data_dir.stat().st_uid
+        raise ConfigError(
+            f"data dir {config.data_dir} belongs to uid {owner} and cannot be written by uid {os.getuid()}"
+        )
+
+

@@ -1,0 +1,275 @@
+"""The command ``stretto``: flags in, exit codes out. Each command imports what it needs when it runs.
+
+Whatever a person can get wrong is printed as one paragraph and ends with exit code 1; a traceback is shown only with
+``--debug`` (or STRETTO_DEBUG=1). Ctrl-C ends with 130.
+"""
+
+import json
+import os
+import sys
+import textwrap
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from stretto.protocol.errors import StrettoError
+
+app = typer.Typer(
+    name="stretto",
+    help="Train a language model together with others, over home internet and without a server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+_debug = False
+
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder for identity, caches and state.")]
+
+
+def main() -> None:
+    """Entry point."""
+    try:
+        app(standalone_mode=False)
+    except StrettoError as error:
+        _fail(str(error))
+    except typer.Exit as end:
+        sys.exit(end.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except Exception as error:
+        if type(error).__module__.startswith("click"):
+            _usage(error)
+        _fail(f"internal error: {type(error).__name__}: {error}. Run again with --debug and report what it prints")
+
+
+def _usage(error: Any) -> None:
+    """A flag or argument that typer refused."""
+    error.show()
+    sys.exit(getattr(error, "exit_code", 2))
+
+
+def _fail(text: str) -> None:
+    if _debug or os.environ.get("STRETTO_DEBUG"):
+        traceback.print_exc()
+    width = max(60, min(120, _columns()))
+    paragraph = " ".join(text.split())
+    print(textwrap.fill(f"error: {paragraph}", width, break_long_words=False, break_on_hyphens=False), file=sys.stderr)
+    sys.exit(1)
+
+
+def _columns() -> int:
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        return 120
+
+
+def _version(value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        print(f"stretto {version('stretto-swarm')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    global _debug
+    _debug = debug
+    quiet_libraries()
+
+
+def quiet_libraries() -> None:
+    """Before hivemind is imported: its log lines are for its developers, errors only; no shared-memory manager."""
+    os.environ.setdefault("HIVEMIND_LOGLEVEL", "DEBUG" if _debug else "ERROR")
+    os.environ.setdefault("GOLOG_LOG_LEVEL", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@app.command()
+def new(
+    file: Annotated[Path, typer.Argument(help="The run.toml to write.")],
+    name: Annotated[str, typer.Option(help="Name of the run.")] = "my-run",
+    model: Annotated[str, typer.Option(help="tiny, 35m, 100m, 200m, 300m, 500m, 1b or 4b.")] = "tiny",
+    data: Annotated[str, typer.Option(help="stdlib or text:PATH.")] = "stdlib",
+    tokenizer: Annotated[str, typer.Option(help="bytes or file:PATH.")] = "bytes",
+    seed: Annotated[int, typer.Option(help="Seed of weights and data order.")] = 0,
+) -> None:
+    """Write a run.toml with the paper's settings, to be edited and then served with `stretto bootstrap`."""
+    from stretto.node.presets import new_run
+    from stretto.protocol.errors import ConfigError
+
+    if file.exists():
+        raise ConfigError(f"{file} exists already; remove it or choose another name")
+    run = new_run(name, preset=model, source=data, tokenizer=tokenizer, seed=seed)
+    try:
+        file.write_text(run.to_toml(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
+    print(f"wrote {file} (run id {run.digest().hex()[:16]}). Next: stretto bootstrap {file}")
+
+
+@app.command()
+def bootstrap(
+    file: Annotated[Path, typer.Argument(help="The run.toml to serve.")],
+    data_dir: DataDir = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="TCP port; 0 takes any free one.")] = 0,
+    announce: Annotated[list[str] | None, typer.Option(help="Multiaddr to announce; may be repeated.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="Another bootstrap peer of this run.")] = None,
+    invite_file: Annotated[Path | None, typer.Option(help="Also write the invite here.")] = None,
+    exit_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Serve a run: an entry for peers that publishes the run config, prints the invite, and does not train."""
+    from stretto.bootstrap.cli import serve_run
+    from stretto.bootstrap.server import BootstrapConfig
+    from stretto.node.app import StopSignal
+    from stretto.node.config import default_data_dir
+    from stretto.node.console import Console
+    from stretto.protocol.invite import check_address
+
+    run = read_run(file)
+    stopping = StopSignal()
+    stopping.install()
+    if exit_with_stdin:
+        stopping.follow_stdin()
+    config = BootstrapConfig(
+        data_dir=(data_dir or default_data_dir() / "bootstrap").absolute(),
+        host=host,
+        port=port,
+        announce=tuple(announce or ()),
+        peers=tuple(check_address(address) for address in peer or ()),
+    )
+    serve_run(run, config, Console(), stopping.event, invite_file)
+    raise typer.Exit(stopping.exit_code)
+
+
+@app.command()
+def join(
+    invite: Annotated[str, typer.Argument(help="The invite that the run's operator gave you.")],
+    config: Annotated[Path | None, typer.Option(help="A TOML file with any of these settings.")] = None,
+    data_dir: DataDir = None,
+    identity: Annotated[Path | None, typer.Option(help="Key file; default is in the data dir.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences per forward pass.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; 0 leaves the default.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="TCP port to listen on; 0 takes any free one.")] = None,
+    announce: Annotated[list[str] | None, typer.Option(help="Multiaddr to announce; may be repeated.")] = None,
+    client_mode: Annotated[bool | None, typer.Option("--client-mode", help="Cannot be reached.")] = None,
+    tau: Annotated[int | None, typer.Option(help="Fixed overlap in inner steps.")] = None,
+    new_run: Annotated[bool | None, typer.Option("--new-run", help="Found the run if nobody has.")] = None,
+    start_peers: Annotated[int | None, typer.Option(help="With --new-run: wait for so many peers.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Stop after so many rounds of the run.")] = None,
+    join_timeout: Annotated[float | None, typer.Option(help="Seconds to look for a bootstrap peer.")] = None,
+    seconds_per_status: Annotated[float | None, typer.Option(help="Time between two status lines.")] = None,
+    exit_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Join a run and train: all that a volunteer needs is the invite."""
+    flags = {key: value for key, value in locals().items() if key not in ("invite", "config", "exit_with_stdin")}
+    from stretto.node.config import load_node_config
+    from stretto.protocol.invite import Invite
+
+    Invite.parse(invite)
+    node_config = load_node_config(flags, environment=os.environ, file=config)
+    from stretto.node.app import StopSignal, run_node
+    from stretto.node.console import Console
+
+    stopping = StopSignal()
+    stopping.install()
+    if exit_with_stdin:
+        stopping.follow_stdin()
+    raise typer.Exit(run_node(invite, node_config, Console(), stopping))
+
+
+@app.command()
+def demo(
+    peers: Annotated[int, typer.Option(help="Training peers.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Rounds until the demo ends.")] = 24,
+    report: Annotated[Path, typer.Option(help="Where to write the report.")] = Path("report.json"),
+    folder: Annotated[Path | None, typer.Option(help="Keep all files of the run here.")] = None,
+    inner_steps: Annotated[int, typer.Option(help="H: inner steps between two rounds of a fragment.")] = 40,
+    fragments: Annotated[int, typer.Option(help="P: fragments.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed.")] = 0,
+) -> None:
+    """Run a whole swarm on this machine: one bootstrap peer and some training peers, on real text."""
+    from stretto.node.demo import DemoConfig, run_demo
+
+    config = DemoConfig(
+        peers=peers,
+        rounds=rounds,
+        report=report.absolute(),
+        folder=folder.absolute() if folder else None,
+        inner_steps=inner_steps,
+        fragments=fragments,
+        seed=seed,
+    )
+    raise typer.Exit(run_demo(config))
+
+
+@app.command()
+def status(
+    invite: Annotated[str, typer.Argument(help="The run's invite.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a bootstrap peer.")] = 15.0,
+) -> None:
+    """Show who is in a run and how far it is."""
+    from stretto.protocol.invite import Invite
+
+    parsed = Invite.parse(invite)
+    from stretto.node.swarm.summary import look, render
+    from stretto.node.swarm.thread import NetworkThread
+
+    thread = NetworkThread()
+    try:
+        summary = thread.call(look(parsed, timeout=timeout, say=lambda text: print(text, file=sys.stderr)))
+    finally:
+        thread.close()
+    print(json.dumps(summary) if as_json else render(summary))
+
+
+@app.command()
+def doctor(
+    invite: Annotated[str | None, typer.Argument(help="Also check this run's bootstrap peers.")] = None,
+    data_dir: DataDir = None,
+    port: Annotated[int | None, typer.Option(help="Also check that this TCP port is free.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    timeout: Annotated[float, typer.Option(help="Seconds for each bootstrap address.")] = 10.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Check this machine, and whether the swarm answers."""
+    from stretto.node.config import default_data_dir
+    from stretto.node.doctor import render, run_doctor
+    from stretto.protocol.invite import Invite
+
+    addresses = Invite.parse(invite).addresses if invite else ()
+    found = run_doctor(
+        addresses, data_dir=data_dir or default_data_dir(), port=port, device=device, timeout=timeout
+    )
+    print(found.to_json() if as_json else render(found))
+    raise typer.Exit(0 if found.ok else 1)
+
+
+def read_run(file: Path) -> Any:
+    """The run config in ``file``. ConfigError names the file."""
+    from stretto.protocol.config import RunConfig
+    from stretto.protocol.errors import ConfigError
+
+    try:
+        return RunConfig.from_toml(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}. `stretto new {file}` writes one") from None
+    except (ConfigError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The node config: what concerns this machine only. It never changes what the swarm computes.
+
+Three sources, the later ones win: a TOML file, ``STRETTO_*`` environment variables (``STRETTO_MICRO_BATCH=4``), flags
+of the command line. An unknown key or variable is an error that lists the valid ones. What peers must share is the
+run config (``stretto.protocol.config``).
+"""
+
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from stretto.protocol.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PREFIX = "STRETTO_"
+NOT_KEYS = frozenset({"STRETTO_DEBUG"})
+"""Variables with the prefix that belong to the command line itself."""
+
+
+def default_data_dir() -> Path:
+    """Where a node keeps its identity and its state: the same folder from any working directory."""
+    return Path(platformdirs.user_data_dir("stretto", appauthor=False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig:
+    """One machine's settings."""
+
+    data_dir: Path = field(default_factory=default_data_dir)
+    """Identity, caches, metrics and checkpoints live here and nowhere else."""
+    identity: Path | None = None
+    """Key file; default is identity.key in the data dir."""
+    device: str = "auto"
+    """``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``."""
+    micro_batch: int = 8
+    """Sequences per forward pass; gradients are accumulated up to the run's tokens per step."""
+    threads: int = 0
+    """CPU threads for arithmetic; 0 leaves torch's default."""
+    host: str = "0.0.0.0"
+    """Address to listen on."""
+    port: int = 0
+    """TCP port to listen on; 0 takes any free one. Forward a fixed one in your router to be reachable."""
+    announce: tuple[str, ...] = ()
+    """Multiaddrs to announce in place of those that the machine sees, such as /ip4/203.0.113.5/tcp/4001."""
+    client_mode: bool = False
+    """This peer cannot be reached from outside: it joins rounds but never coordinates one."""
+    tau: int | None = None
+    """Fixed overlap in inner steps; without it a result is merged as soon as it is there."""
+    new_run: bool = False
+    """Found the run if nobody has: for its operator, once."""
+    start_peers: int = 1
+    """A founder waits until so many peers are ready, itself included."""
+    rounds: int = 0
+    """Stop after so many rounds of the run; 0 goes on to the run's end."""
+    join_timeout: float = 0.0
+    """Give up after so many seconds without a bootstrap peer; 0 keeps trying."""
+    seconds_per_status: float = 15.0
+    """Time between two status lines."""
+
+    def __post_init__(self) -> None:
+        def require(condition: bool, message: str) -> None:
+            if not condition:
+                raise ConfigError(message)
+
+        require(self.micro_batch >= 1, f"micro_batch is {self.micro_batch}, it must be at least 1")
+        require(self.threads >= 0, f"threads is {self.threads}, it must not be negative")
+        require(0 <= self.port < 65536, f"port is {self.port}, it must be in 0..65535")
+        require(self.tau is None or self.tau >= 0, f"tau is {self.tau}, it must not be negative")
+        require(self.start_peers >= 1, f"start_peers is {self.start_peers}, it must be at least 1")
+        require(self.rounds >= 0, f"rounds is {self.rounds}, it must not be negative")
+        require(self.join_timeout >= 0, f"join_timeout is {self.join_timeout}, it must not be negative")
+        require(
+            0.1 <= self.seconds_per_status <= 30,
+            f"seconds_per_status is {self.seconds_per_status}, it must be in 0.1..30: nothing runs in silence",
+        )
+        for address in self.announce:
+            parts = address.split("/")
+            require(
+                len(parts) >= 5 and parts[0] == "" and parts[3] in ("tcp", "udp") and parts[4] not in ("", "0"),
+                f"announce address {address!r} is not of the form /ip4/HOST/tcp/PORT with a port that is not 0",
+            )
+
+    @property
+    def key_file(self) -> Path:
+        """The identity's key file."""
+        return self.identity if self.identity is not None else self.data_dir / "identity.key"
+
+
+def load_node_config(
+    flags: Mapping[str, Any], *, environment: Mapping[str, str], file: Path | None = None
+) -> NodeConfig:
+    """The config from a TOML file, the environment and flags (None means: not given). ConfigError names the source."""
+    hints = typing.get_type_hints(NodeConfig)
+    values: dict[str, Any] = {}
+    if file is not None:
+        values |= _from_file(file, hints)
+    values |= _from_environment(environment, hints)
+    values |= {key: value for key, value in flags.items() if value is not None}
+    return NodeConfig(**{key: _shaped(hints[key], key, value) for key, value in values.items()})
+
+
+def _from_file(file: Path, hints: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        plain = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"node config {file} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"node config {file} is not valid TOML: {error}") from None
+    unknown = [key for key in plain if key not in hints]
+    if unknown:
+        raise ConfigError(f"node config {file} has unknown keys {', '.join(unknown)}; valid are {', '.join(hints)}")
+    return plain
+
+
+def _from_environment(environment: Mapping[str, str], hints: Mapping[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, text in environment.items():
+        if not name.startswith(PREFIX) or name in NOT_KEYS:
+            continue
+        key = name.removeprefix(PREFIX).lower()
+        if key not in hints:
+            valid = ", ".join(PREFIX + hint.upper() for hint in hints)
+            raise ConfigError(f"environment variable {name} is unknown; valid are {valid}")
+        values[key] = _from_text(hints[key], name, text)
+    return values
+
+
+def _from_text(kind: Any, name: str, text: str) -> Any:
+    kind = _without_none(kind)
+    try:
+        if kind is bool:
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
+        if kind in (int, float):
+            return kind(text)
+    except (KeyError, ValueError):
+        words = {bool: "1 or 0", int: "a whole number", float: "a number"}
+        raise ConfigError(f"{name} is {text!r}, it must be {words[kind]}") from None
+    if typing.get_origin(kind) is tuple:
+        return tuple(part for part in text.split(",") if part)
+    return text
+
+
+def _shaped(kind: Any, key: str, value: Any) -> Any:
+    kind = _without_none(kind)
+    if value is None:
+        return None
+    if kind is Path:
+        return Path(str(value)).expanduser().absolute()
+    if typing.get_origin(kind) is tuple:
+        if isinstance(value, str) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{key} must be a list of texts")
+        return tuple(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ConfigError(f"{key} is {value!r}, it must be of type {kind.__name__}")
+    return value
+
+
+def _without_none(kind: Any) -> Any:
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        (inner,) = (arg for arg in typing.get_args(kind) if arg is not type(None))
+        return inner
+    return kind
+
+
+def describe(config: NodeConfig) -> dict[str, str]:
+    """Each setting as text, for ``doctor`` and logs."""
+    return {item.name: str(getattr(config, item.name)) for item in dataclasses.fields(config)}

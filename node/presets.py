@@ -1,0 +1,69 @@
+"""Ready-made run configs for ``stretto new`` and ``stretto demo``."""
+
+from stretto.node.data.corpus import open_corpus
+from stretto.node.data.tokenizer import load_tokenizer
+from stretto.node.model import PRESETS
+from stretto.protocol.config import (
+    DataConfig,
+    EvalConfig,
+    GroupConfig,
+    InnerConfig,
+    OuterConfig,
+    RunConfig,
+)
+from stretto.protocol.errors import ConfigError
+
+
+def model_table(preset: str, vocab_size: int) -> dict[str, object]:
+    """The ``[model]`` table of a preset for a tokenizer of that size."""
+    if preset not in PRESETS:
+        raise ConfigError(f"no model preset {preset!r}; there are {', '.join(PRESETS)}")
+    return {**PRESETS[preset], "vocab_size": vocab_size}
+
+
+def new_run(name: str, *, preset: str, source: str, tokenizer: str, seed: int, cache_dir: object = None) -> RunConfig:
+    """A run config with the paper's settings for ``preset``; the corpus is read once to take its fingerprint."""
+    tokens = load_tokenizer(tokenizer)
+    corpus = open_corpus(source, tokens, cache_dir=None)
+    tiny = preset == "tiny"
+    return RunConfig(
+        name=name,
+        seed=seed,
+        model=model_table(preset, tokens.vocab_size),
+        data=DataConfig(
+            source=source,
+            tokenizer=tokenizer,
+            sequence_length=128 if tiny else 1024,
+            seed=seed,
+            fingerprint=corpus.fingerprint.hex(),
+            tokenizer_digest=tokens.digest.hex(),
+        ),
+        inner=InnerConfig(
+            lr=3e-3 if tiny else 4e-4,
+            tokens_per_step=1024 if tiny else 65_536,
+            warmup_steps=50 if tiny else 1000,
+            total_steps=5000 if tiny else 50_000,
+        ),
+        # 20 steps between departures and 5 of overlap: see the planning rule P >= H / tau_max in docs/protocol.md.
+        outer=OuterConfig(fragments=4 if tiny else 5, inner_steps=100),
+        group=GroupConfig(min_size=1),
+        eval=EvalConfig(),
+    )
+
+
+def demo_run(*, inner_steps: int, fragments: int, seed: int, rounds: int) -> RunConfig:
+    """The run of ``stretto demo``: about a million parameters on the Python library's sources."""
+    tokens = load_tokenizer("bytes")
+    corpus = open_corpus("stdlib", tokens, cache_dir=None)
+    steps = inner_steps * (rounds + 2 * fragments) // fragments
+    return RunConfig(
+        name="demo",
+        seed=seed,
+        model=model_table("tiny", tokens.vocab_size),
+        data=DataConfig(source="stdlib", sequence_length=128, seed=seed, fingerprint=corpus.fingerprint.hex()),
+        inner=InnerConfig(
+            lr=3e-3, tokens_per_step=512, warmup_steps=min(20, steps // 4), total_steps=max(steps, 40)
+        ),
+        outer=OuterConfig(fragments=fragments, inner_steps=inner_steps, tau_max=min(5, inner_steps - 1)),
+        group=GroupConfig(min_size=1),
+    )

@@ -1,0 +1,346 @@
+"""Rounds over the network: drives ``stretto.protocol.peer.Peer`` with sockets, a clock and worker threads.
+
+Runs in the event loop of the network thread. It lets rounds depart when the clock says so, carries out what the
+protocol wants done, and reports what happened through ``say`` (one dict per event, for metrics and people).
+Arithmetic on whole fragments runs in worker threads, so that control messages flow meanwhile.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from stretto.node.swarm import transfer
+from stretto.node.swarm.host import Host
+from stretto.node.swarm.identity import format_peer_id
+from stretto.node.swarm.links import Links
+from stretto.node.swarm.roster import EXPIRY, Roster, online
+from stretto.node.swarm.runs import answer_run
+from stretto.node.swarm.streams import (
+    BROKEN,
+    Reader,
+    Writer,
+    bulk_name,
+    control_name,
+    read_message,
+    serve,
+    write_message,
+)
+from stretto.node.sync import Sync
+from stretto.protocol import messages as m
+from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
+from stretto.protocol.peer import Effect, FetchFrom, Over, Peer, PushTo, Repair, Work
+from stretto.protocol.rounds import Aborted, Committed, Outrun, Send
+from stretto.protocol.schedule import Clock, fragment_of
+
+logger = logging.getLogger(__name__)
+
+Say = Callable[[dict[str, Any]], None]
+T = TypeVar("T")
+
+PUSH_TRIES = 3
+
+
+class Exchange:
+    """All rounds of one node. ``last_round`` is the first round that does not depart any more, None for no end."""
+
+    def __init__(
+        self,
+        *,
+        host: Host,
+        peer: Peer,
+        sync: Sync,
+        roster: Roster,
+        run_config: m.SignedRun,
+        say: Say,
+        last_round: int | None,
+    ) -> None:
+        self.host, self.peer, self.sync, self.roster = host, peer, sync, roster
+        self.last_round = last_round
+        self._run_config, self._say = run_config, say
+        self.traffic = transfer.Traffic()
+        self.links = Links(host.p2p, peer.run, self._lost)
+        self.begun: set[int] = set()
+        self.committed: set[int] = set()
+        self.aborted: dict[int, str] = {}
+        self.ended = asyncio.Event()
+        """All rounds up to ``last_round`` are over."""
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="round")
+        self._woken = asyncio.Event()
+        self._clock_set = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._lost_at: dict[bytes, float] = {}
+
+    @staticmethod
+    def now() -> float:
+        """Swarm time in seconds."""
+        return time.time()
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Answer other peers, and begin to drive rounds as soon as there is a clock."""
+        await serve(self.host.p2p, control_name(self.peer.run), self._on_control)
+        await serve(self.host.p2p, bulk_name(self.peer.run), self._on_bulk)
+        self._spawn(self._tick())
+        self._spawn(self._departures())
+        self._spawn(self._follow_roster())
+
+    async def close(self) -> None:
+        """Stop driving rounds and close the links."""
+        await self.links.close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def set_clock(self, clock: Clock) -> None:
+        """The run has a clock (founded here, or learnt from the roster)."""
+        with self.sync.outer_lock:
+            self.peer.adopt_clock(clock)
+        self._clock_set.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(self._guarded(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            # A task that dies silently would leave the node alive and useless; the supervisor sees the event.
+            logger.exception("a network task failed")
+            self._say({"event": "fault", "what": "a network task failed", "fatal": True})
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+
+    # ------------------------------------------------------------------ departures
+
+    async def _departures(self) -> None:
+        await self._clock_set.wait()
+        target = 0
+        while True:
+            clock = self.peer.clock
+            assert clock is not None
+            now = self.now()
+            if now - clock.departure(target) > clock.interval:
+                target = max(target, clock.next_round(now))  # late to the run, or the machine slept
+            if self.last_round is not None and target >= self.last_round:
+                break
+            wait = clock.departure(target) - now
+            if wait > 0:
+                # The clock may change while this waits, so look again now and then.
+                await asyncio.sleep(min(wait, 0.5))
+                continue
+            self.begun.add(target)
+            self._spawn(self._depart(target))
+            target += 1
+        while self.peer.busy() or self.peer.repairing:
+            await asyncio.sleep(0.1)
+        self.ended.set()
+
+    async def _depart(self, round: int) -> None:
+        fragment = fragment_of(round, self.peer.fragments)
+        with self.sync.outer_lock:
+            reason = self.peer.sits_out(round)
+        if reason is None:
+            local = await self._in_thread(self.sync.snapshot, fragment)
+            try:
+                contribution = await self._in_thread(self.peer.diloco.leave, fragment, local)
+            except LocalProtocolError as error:
+                self.sync.ask_reload()
+                reason = f"this peer's weights cannot be sent, its anchors are reloaded: {error}"
+        if reason is not None:
+            self._perform([Over(round, fragment, Aborted(reason), False, 0.0)])
+            return
+        rate = 1.0 / max(self.sync.estimate.step_seconds, 1e-6)
+        with self.sync.outer_lock:
+            effects = self.peer.depart(
+                round, contribution, rate=rate, patience=self.sync.estimate.patience, now=self.now()
+            )
+        self._perform(effects)
+
+    # ------------------------------------------------------------------ effects
+
+    def _perform(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self.links.send(effect.to, effect.message)
+            elif isinstance(effect, PushTo):
+                self._spawn(self._push(effect))
+            elif isinstance(effect, FetchFrom):
+                self._spawn(self._fetch(effect))
+            elif isinstance(effect, Work):
+                self._spawn(self._work(effect))
+            elif isinstance(effect, Repair):
+                self._spawn(self._repair(effect))
+            else:
+                self._round_over(effect)
+        self._woken.set()
+
+    async def _work(self, work: Work) -> None:
+        result = await self._in_thread(self.peer.reduce, work)
+        with self.sync.outer_lock:
+            effects = self.peer.reduced(work, result, self.now())
+        self._perform(effects)
+
+    async def _push(self, effect: PushTo) -> None:
+        for attempt in range(PUSH_TRIES):
+            try:
+                await transfer.push(
+                    self.host.p2p, self.peer.run, effect.to, effect.round, effect.contribution, self.traffic
+                )
+                return
+            except BROKEN:
+                await asyncio.sleep(0.3 * 3**attempt)
+            except RemoteProtocolError as error:
+                self._fault(effect.to, error)
+                return
+
+    async def _fetch(self, effect: FetchFrom) -> None:
+        fragment = fragment_of(effect.round, self.peer.fragments)
+        request = transfer.fetch_request(fragment, effect.round, effect.member)
+        try:
+            nbytes = self.peer.payload_size(fragment)
+            payload = await transfer.fetch(
+                self.host.p2p, self.peer.run, effect.source, request, nbytes, self.traffic
+            )
+        except (*BROKEN, RemoteProtocolError):
+            with self.sync.outer_lock:
+                effects = self.peer.fetch_failed(effect.source, effect.round, self.now())
+        else:
+            with self.sync.outer_lock:
+                effects = self.peer.payload_arrived(effect.member.peer, effect.round, payload, self.now())
+        self._perform(effects)
+
+    async def _repair(self, effect: Repair) -> None:
+        self._say({"event": "repair", "fragment": effect.fragment, "why": effect.reason, "state": "begun"})
+        numel = self.peer.diloco.fragments[effect.fragment].anchor.size
+        began = time.monotonic()
+        try:
+            answer, reduced = await transfer.fetch_state(
+                self.host.p2p, self.peer.run, effect.source, effect.fragment, numel, self.traffic
+            )
+            with self.sync.outer_lock:
+                better = self.peer.adopt(answer, reduced)
+        except (*BROKEN, RemoteProtocolError) as error:
+            with self.sync.outer_lock:
+                self.peer.repair_failed(effect.fragment)
+            why = str(error) or type(error).__name__
+            self._say({"event": "repair", "fragment": effect.fragment, "state": "failed", "why": why})
+            return
+        seconds = time.monotonic() - began
+        state = "done" if better else "not needed"
+        self._say({"event": "repair", "fragment": effect.fragment, "state": state, "seconds": round(seconds, 3)})
+
+    def _round_over(self, over: Over) -> None:
+        event: dict[str, Any] = {"event": "round", "round": over.round, "fragment": over.fragment}
+        if isinstance(over.outcome, Committed):
+            record = over.outcome.signed.record
+            self.committed.add(over.round)
+            self.aborted.pop(over.round, None)
+            with self.sync.outer_lock:
+                self.sync.estimate = self.sync.estimate.with_round(over.seconds)
+            event |= {
+                "outcome": "committed",
+                "members": len(record.members),
+                "counted": over.counted,
+                "version": record.version,
+                "tokens": sum(member.tokens for member in record.members),
+                "interval": round(record.clock.interval, 3),
+            }
+        else:
+            reason = over.outcome.reason
+            kind = "outrun" if isinstance(over.outcome, Outrun) else "aborted"
+            if over.round not in self.committed:
+                self.aborted[over.round] = reason
+            event |= {"outcome": kind, "why": reason}
+        self._say(event | {"seconds": round(over.seconds, 3)})
+        self.roster.nudge()
+
+    # ------------------------------------------------------------------ arrivals
+
+    async def _on_control(self, sender: bytes, reader: Reader, _: Writer) -> None:
+        kinds = (m.Join, m.Group, m.Redirect, m.Behind, m.Have, m.Commit, m.Abort, m.Ask)
+        try:
+            while True:
+                message: Any = await read_message(reader, *kinds, timeout=None)
+                self._lost_at.pop(sender, None)
+                with self.sync.outer_lock:
+                    effects = self.peer.received(sender, message, self.now())
+                self._perform(effects)
+        except RemoteProtocolError as error:
+            self._fault(sender, error)
+
+    async def _on_bulk(self, sender: bytes, reader: Reader, writer: Writer) -> None:
+        try:
+            request = await read_message(reader, m.Push, m.Fetch, m.FetchState, m.FetchRun)
+            if isinstance(request, m.Push):
+                await self._take_push(sender, request, reader, writer)
+            elif isinstance(request, m.Fetch):
+                await transfer.answer_fetch(self.peer, request, reader, writer, self.traffic)
+            elif isinstance(request, m.FetchState):
+                await transfer.answer_fetch_state(self.peer, request, reader, writer, self.traffic)
+            else:
+                await answer_run(self._run_config, reader, writer)
+        except RemoteProtocolError as error:
+            self._fault(sender, error)
+
+    async def _take_push(self, sender: bytes, push: m.Push, reader: Reader, writer: Writer) -> None:
+        payload = await transfer.accept_push(self.peer, sender, push, reader, writer, self.traffic)
+        if payload is None:
+            return
+        with self.sync.outer_lock:
+            effects = self.peer.payload_arrived(sender, push.round, payload, self.now())
+        self._perform(effects)
+        await write_message(writer, m.Done())
+
+    def _fault(self, sender: bytes, error: RemoteProtocolError) -> None:
+        self._say({"event": "fault", "peer": format_peer_id(sender), "what": error.why})
+
+    def _lost(self, peer: bytes) -> None:
+        self._lost_at[peer] = self.now()
+        self.roster.forget(peer)
+        with self.sync.outer_lock:
+            effects = self.peer.lost(peer, self.now())
+        self._perform(effects)
+
+    # ------------------------------------------------------------------ background
+
+    async def _tick(self) -> None:
+        while True:
+            due = self.peer.deadline()
+            self._woken.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), None if due is None else max(0.0, due - self.now()))
+            with self.sync.outer_lock:
+                effects = self.peer.tick(self.now())
+            if effects:
+                self._perform(effects)
+
+    async def _follow_roster(self) -> None:
+        while True:
+            await self.roster.changed.wait()
+            self.roster.changed.clear()
+            there = {peer: record for peer, record in self.roster.peers.items() if online(record)}
+            seen_since = {
+                peer for peer in there if self._lost_at.get(peer, 0.0) <= self.roster.expires[peer] - EXPIRY
+            }
+            candidates = [peer for peer in there if not there[peer].client_mode]
+            effects: list[Effect] = []
+            with self.sync.outer_lock:
+                self.peer.set_roster(candidates, sorted(seen_since))
+                for peer, record in self.roster.peers.items():
+                    if record.versions and record.state != "joining":
+                        effects += self.peer.hear(peer, record.clock, record.versions)
+            if self.peer.clock is not None:
+                self._clock_set.set()
+            self._perform(effects)

@@ -1,0 +1,202 @@
+"""A peer's place on the network: one p2pd child, one DHT node, both in this process's event loop.
+
+hivemind is used without ``hivemind.DHT`` and ``DecentralizedAverager``: those fork, leave orphans when the trainer is
+killed, take SIGINT and use shared memory. In the process itself, p2pd is the only child and ends by itself within
+seconds of the trainer's death, however that dies.
+
+p2pd starts without bootstrap peers, so that "the daemon does not start" and "the bootstrap does not answer" are two
+errors with two causes. Bootstrap peers are dialled afterwards, again and again: that also heals a DHT that was split
+when a bootstrap peer restarted.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hivemind.dht.node import DHTNode
+from hivemind.dht.validation import RecordValidatorBase
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError
+from hivemind.utils.multiaddr import Multiaddr
+
+from stretto.node.swarm.identity import Identity
+from stretto.protocol.errors import ConfigError, StrettoError
+from stretto.protocol.invite import check_address
+
+logger = logging.getLogger(__name__)
+
+RELAY_BYTES = 1 << 40
+"""What a relay lets through per connection. The daemon's own default of 128 KiB cuts every tensor."""
+
+LONGEST_SOCKET_PATH = 100
+"""A unix socket's path may have about 107 bytes on Linux, 103 on macOS."""
+
+
+class HostError(StrettoError):
+    """The network side could not be started or has died; the message names the phase."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostConfig:
+    """Where to listen and what to announce. ``socket_dir`` keeps the daemon's sockets, cleaned at every start."""
+
+    host: str
+    port: int
+    announce: tuple[str, ...]
+    socket_dir: Path
+    startup_timeout: float = 30.0
+    dial_timeout: float = 10.0
+
+
+def socket_dir(data_dir: Path) -> Path:
+    """A folder for unix sockets: in the data dir where its path is short enough, else a private one in the temp dir."""
+    folder = data_dir / "run"
+    if len(str(folder.resolve() / "p2pclient-0123456789a.sock")) <= LONGEST_SOCKET_PATH:
+        return folder
+    key = os.stat(data_dir)
+    return Path(tempfile.gettempdir()) / f"stretto-{os.getuid()}-{key.st_dev:x}-{key.st_ino:x}"
+
+
+class Host:
+    """P2P and DHT of one peer. Use from the event loop that ``start`` runs in."""
+
+    def __init__(self, identity: Identity, config: HostConfig, p2p: P2P, node: DHTNode) -> None:
+        self.identity, self.config, self.p2p, self.node = identity, config, p2p, node
+        self.addresses: tuple[str, ...] = ()
+
+    @classmethod
+    async def start(cls, identity: Identity, config: HostConfig, validator: RecordValidatorBase) -> "Host":
+        """Launch p2pd and the DHT node. HostError names the phase in which it failed."""
+        folder = config.socket_dir
+        _clean(folder)
+        local = type("LocalP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder.resolve()}/"})
+        try:
+            p2p = await local.create(
+                identity_path=str(identity.path),
+                host_maddrs=[f"/ip4/{config.host}/tcp/{config.port}"],
+                announce_maddrs=list(config.announce) or None,
+                check_if_identity_free=False,
+                startup_timeout=config.startup_timeout,
+                nat_port_map=False,
+                auto_nat=False,
+                dht_mode="server",
+                force_reachability="public",
+                idle_timeout=60,
+            )
+        except (P2PDaemonError, OSError, ValueError) as error:
+            raise HostError(f"starting the network daemon (p2pd): {error}") from None
+        if p2p.peer_id.to_base58() != identity.peer_id:
+            await p2p.shutdown()
+            raise HostError(f"the network daemon runs as {p2p.peer_id}, not as {identity.peer_id}")
+        node = await DHTNode.create(p2p=p2p, record_validator=validator, wait_timeout=5)
+        host = cls(identity, config, p2p, node)
+        await host.refresh_addresses()
+        return host
+
+    async def refresh_addresses(self) -> None:
+        """Ask the daemon under which addresses this peer can be reached."""
+        found = await self.p2p.get_visible_maddrs(latest=True)
+        suffix = f"/p2p/{self.identity.peer_id}"
+        self.addresses = tuple(str(address).removesuffix(suffix) + suffix for address in found)
+
+    async def dial(self, address: str) -> None:
+        """Connect to a peer at /.../p2p/ID and make it part of the DHT. HostError if it cannot be reached."""
+        check_address(address)
+        name = address.rsplit("/p2p/", 1)[1]
+        if name == self.identity.peer_id:
+            raise HostError(f"{address} is this peer itself")
+        peer = PeerID.from_base58(name)
+        try:
+            place = [Multiaddr(address.rsplit("/p2p/", 1)[0])]
+            await asyncio.wait_for(self.p2p._client.connect(peer, place), self.config.dial_timeout)
+            pong = await asyncio.wait_for(self.node.protocol.call_ping(peer), self.config.dial_timeout)
+        except asyncio.TimeoutError:
+            raise HostError(f"{address}: no answer in {self.config.dial_timeout:.0f} s") from None
+        except (ControlFailure, P2PDaemonError, OSError) as error:
+            raise HostError(f"{address}: {_reason(error)}") from None
+        if pong is None:
+            raise HostError(f"{address}: connected, but its DHT does not answer")
+
+    async def connect(self, peer: bytes, addresses: Sequence[str]) -> bool:
+        """Let the daemon know a peer of the roster; False if it cannot be reached now."""
+        known = [Multiaddr(a.split("/p2p/")[0]) for a in addresses if a.startswith("/")]
+        with contextlib.suppress(ControlFailure, P2PDaemonError, OSError, ValueError, asyncio.TimeoutError):
+            await asyncio.wait_for(self.p2p._client.connect(PeerID(peer), known), self.config.dial_timeout)
+            return True
+        return False
+
+    async def died(self) -> int:
+        """Wait until p2pd ends and return its exit status: nothing else notices that."""
+        return int(await self.p2p._child.wait())
+
+    async def close(self) -> None:
+        """Stop the DHT node and the daemon, remove the sockets."""
+        await self.node.shutdown()
+        await self.p2p.shutdown()
+        _clean(self.config.socket_dir)
+        with contextlib.suppress(OSError):
+            self.config.socket_dir.rmdir()
+
+
+async def dial_any(
+    host: Host, addresses: Sequence[str], *, say: Callable[[str], None], stop: asyncio.Event, patience: float | None
+) -> int:
+    """Dial bootstrap peers until at least one answers; returns how many did.
+
+    Retries with back-off, saying each time what failed and when it tries again. After ``patience`` seconds (None: for
+    ever) it gives up with HostError. Returns 0 when ``stop`` is set meanwhile.
+    """
+    loop = asyncio.get_running_loop()
+    began, pause = loop.time(), 2.0
+    while not stop.is_set():
+        results = await asyncio.gather(*(host.dial(address) for address in addresses), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, HostError)]
+        unexpected = [r for r in results if isinstance(r, BaseException) and not isinstance(r, HostError)]
+        if unexpected:
+            raise unexpected[0]
+        reached = len(addresses) - len(errors)
+        if reached:
+            return reached
+        why = f"0 of {len(addresses)} bootstrap peers reachable ({'; '.join(str(error) for error in errors)})"
+        if patience is not None and loop.time() - began + pause > patience:
+            raise HostError(
+                f"dialling the bootstrap: {why}. Check that the bootstrap runs and that the invite is current; "
+                "--join-timeout waits longer"
+            )
+        say(f"{why}, next try in {pause:.0f} s")
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(stop.wait(), pause)
+        pause = min(60.0, pause * 1.6)
+    return 0
+
+
+def port_of(address: str) -> int:
+    """The TCP port in a multiaddr; ConfigError if it has none."""
+    parts = address.split("/")
+    if "tcp" not in parts or not parts[parts.index("tcp") + 1].isdigit():
+        raise ConfigError(f"address {address!r} has no TCP port")
+    return int(parts[parts.index("tcp") + 1])
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    for known in ("connection refused", "no route to host", "network is unreachable", "i/o timeout", "dial backoff"):
+        if known in text.lower():
+            return known
+    return text.splitlines()[0][:200] if text else type(error).__name__
+
+
+def _clean(folder: Path) -> None:
+    """An empty private folder. Sockets in it are left-overs of a killed process: the identity lock is ours."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise HostError(f"{folder} belongs to another user; remove it or choose another --data-dir")
+    for entry in folder.iterdir():
+        if stat.S_ISSOCK(entry.lstat().st_mode):
+            entry.unlink()

@@ -1,0 +1,168 @@
+"""One peer's life in the swarm, in the network thread: enter, wait for the run to begin, take part, leave."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stretto.node.swarm.exchange import Exchange
+from stretto.node.swarm.host import Host, HostError
+from stretto.node.swarm.roster import EXPIRY, Roster
+from stretto.protocol.digest import digest
+from stretto.protocol.peer import Peer
+from stretto.protocol.roster import PeerRecord
+from stretto.protocol.schedule import first_clock
+
+REDIAL = 30.0
+"""Seconds between two rounds of dialling the bootstrap peers; it also merges a DHT that was split."""
+
+LINGER = 15.0
+"""Seconds that a finished peer stays to serve those who still fetch."""
+
+
+@dataclass
+class Progress:
+    """What the training thread tells the roster. Single attributes are replaced, so no lock is needed."""
+
+    state: str = "joining"
+    step: int = 0
+    loss: float = 0.0
+    tokens: int = 0
+    tau: int = 0
+    rate: float = 0.0
+
+
+@dataclass
+class Member:
+    """A peer in a run. ``say`` takes events, ``tell`` lines for people."""
+
+    host: Host
+    exchange: Exchange
+    roster: Roster
+    progress: Progress
+    bootstraps: Sequence[str]
+    say: Callable[[dict[str, Any]], None]
+    tell: Callable[[str], None]
+    _tasks: list["asyncio.Task[None]"] = field(default_factory=list)
+
+    async def enter(self) -> None:
+        """Begin to answer peers and to keep the roster."""
+        await self.exchange.start()
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(work) for work in (self.roster.keep(), self._redial(), self._watch_twin())]
+
+    async def await_start(self, *, new_run: bool, start_peers: int) -> None:
+        """Until the run has a clock and this peer has the state of the peers that are ahead."""
+        told = ""
+        while True:
+            self.roster.nudge()
+            peers = dict(self.roster.peers)
+            clock = self.exchange.peer.clock
+            ahead = max((max(r.versions, default=0) for r in peers.values() if r.clock is not None), default=0)
+            behind = [
+                fragment
+                for fragment, tip in enumerate(self.exchange.peer.tips())
+                if any(fragment < len(r.versions) and r.versions[fragment] > tip.version for r in peers.values())
+            ]
+            if clock is not None and not behind:
+                return
+            ready = 1 + sum(record.state == "ready" for record in peers.values())
+            if clock is None and new_run and not ahead and ready >= start_peers and self.roster.read_at:
+                self._found(peers)
+                return
+            text = self._why_waiting(peers, behind, new_run=new_run, ready=ready, start_peers=start_peers)
+            if text != told:
+                self.tell(text)
+                told = text
+            await asyncio.sleep(0.3)
+
+    def _found(self, peers: dict[bytes, PeerRecord]) -> None:
+        rates = [self.progress.rate, *(record.rate for record in peers.values() if record.state == "ready")]
+        outer = self.exchange.peer.config.outer
+        mean = sum(rates) / len(rates)
+        clock = first_clock(self.exchange.now(), mean, outer.inner_steps, self.exchange.peer.fragments)
+        self.tell(
+            f"founding the run with {len(rates)} peer(s): a round every {clock.interval:.1f} s, "
+            f"the first in {clock.at - self.exchange.now():.0f} s"
+        )
+        self.exchange.set_clock(clock)
+        self.roster.nudge()
+
+    def _why_waiting(
+        self, peers: dict[bytes, PeerRecord], behind: list[int], *, new_run: bool, ready: int, start_peers: int
+    ) -> str:
+        if behind:
+            done = self.exchange.peer.fragments - len(behind)
+            return f"downloading the run's state: {done} of {self.exchange.peer.fragments} fragments are here"
+        if new_run:
+            return f"waiting for {start_peers - ready} more peer(s): {ready} of {start_peers} are ready"
+        if peers:
+            return f"waiting for the run to begin: {len(peers)} other peer(s) are here, none has founded it yet"
+        return (
+            "waiting for other peers: nobody is in this run yet. Its operator founds it by joining once with --new-run"
+        )
+
+    def own_record(self, version: str, client_mode: bool) -> PeerRecord:
+        """This peer's record as of now."""
+        peer: Peer = self.exchange.peer
+        tips = peer.tips()
+        progress = self.progress
+        return PeerRecord(
+            version=version,
+            state=progress.state,
+            addresses=self.host.addresses[:16],
+            client_mode=client_mode,
+            rate=progress.rate,
+            step=progress.step,
+            loss=progress.loss,
+            tau=progress.tau,
+            tokens=progress.tokens,
+            clock=peer.clock,
+            versions=tuple(tip.version for tip in tips),
+            heads=digest("heads", [tip.head for tip in tips]),
+        )
+
+    async def linger(self) -> None:
+        """After the last round: stay while others are behind, so that they can fetch what they miss."""
+        end = time.monotonic() + LINGER
+        while time.monotonic() < end:
+            mine = [tip.version for tip in self.exchange.peer.tips()]
+            others = self.roster.peers.values()
+            if all(list(r.versions) == mine and r.state in ("finished", "leaving") for r in others):
+                return
+            self.roster.nudge()
+            await asyncio.sleep(0.3)
+
+    async def leave(self) -> None:
+        """Say goodbye in the roster and stop."""
+        self.progress.state = "leaving"
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.roster.renew(), 2)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.exchange.close()
+
+    async def _redial(self) -> None:
+        while True:
+            await asyncio.sleep(REDIAL)
+            for address in self.bootstraps:
+                with contextlib.suppress(HostError):
+                    await self.host.dial(address)
+            if not self.roster.peers:
+                self.tell("no other peer is in sight; dialling the bootstrap peers again")
+
+    async def _watch_twin(self) -> None:
+        """A second process with this peer's key elsewhere disturbs both; nothing else would notice."""
+        while True:
+            await asyncio.sleep(EXPIRY)
+            twin = self.roster.twin
+            if twin is not None:
+                self.tell(
+                    f"WARNING duplicate peer id: another node uses this node's key, at {', '.join(twin) or 'unknown'}. "
+                    "Stop one of them, or give it an identity of its own with --identity"
+                )
+                self.say({"event": "fault", "what": "duplicate peer id", "addresses": list(twin)})
+                self.roster.twin = None

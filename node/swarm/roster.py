@@ -1,0 +1,122 @@
+"""The roster: who is in the run, read and renewed in the background through the DHT.
+
+Each peer stores one signed ``PeerRecord`` under the run's roster key, renewed every few seconds with a short expiry,
+so a dead peer is gone soon and a leaving one at once. Rounds only look at what was read last.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from stretto.node.swarm.host import Host
+from stretto.node.swarm.records import roster_key
+from stretto.protocol import wire
+from stretto.protocol.errors import RemoteProtocolError
+from stretto.protocol.roster import MAX_RECORD, PeerRecord
+
+logger = logging.getLogger(__name__)
+
+RENEW = 4.0
+"""Seconds between two renewals."""
+
+EXPIRY = 20.0
+"""Seconds after which a record that was not renewed is gone."""
+
+DHT_TIMEOUT = 10.0
+
+
+class Roster:
+    """The other peers' records, as of the last reading. ``own`` makes this peer's record, None if it has none."""
+
+    def __init__(self, host: Host, run: bytes, own: Callable[[], PeerRecord | None]) -> None:
+        self._host, self._key, self._own = host, roster_key(run), own
+        self.peers: dict[bytes, PeerRecord] = {}
+        self.expires: dict[bytes, float] = {}
+        """When each record ends, in the DHT's time: its renewal plus its lifetime."""
+        self.read_at = 0.0
+        self.twin: tuple[str, ...] | None = None
+        """Addresses in a record that carries this peer's id but was not stored here."""
+        self._born = time.monotonic()
+        self.changed = asyncio.Event()
+        self._connected: dict[bytes, float] = {}
+        self._nudged = asyncio.Event()
+
+    def nudge(self) -> None:
+        """Renew and read now rather than at the next turn."""
+        self._nudged.set()
+
+    async def keep(self) -> None:
+        """Renew and read until cancelled."""
+        while True:
+            began = time.monotonic()
+            self._nudged.clear()
+            await self.renew()
+            await self.read()
+            pause = max(0.2, RENEW - (time.monotonic() - began))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._nudged.wait(), pause)
+
+    async def renew(self) -> None:
+        """Store this peer's record."""
+        record = self._own()
+        if record is None:
+            return
+        store = self._host.node.store(
+            self._key,
+            wire.encode(record),
+            time.time() + EXPIRY,
+            subkey=self._host.identity.peer_id_bytes,
+        )
+        try:
+            await asyncio.wait_for(store, DHT_TIMEOUT)
+        except asyncio.TimeoutError:
+            logger.warning("the DHT did not take this peer's record within %.0f s", DHT_TIMEOUT)
+
+    async def read(self) -> dict[bytes, PeerRecord]:
+        """Read all records; keeps the old ones if the DHT does not answer."""
+        try:
+            found = await asyncio.wait_for(self._host.node.get(self._key, latest=True), DHT_TIMEOUT)
+        except asyncio.TimeoutError:
+            logger.warning("the DHT did not answer within %.0f s; using the roster of before", DHT_TIMEOUT)
+            return self.peers
+        peers: dict[bytes, PeerRecord] = {}
+        expires: dict[bytes, float] = {}
+        if found is not None and isinstance(found.value, dict):
+            for subkey, item in found.value.items():
+                if not isinstance(subkey, bytes):
+                    continue
+                with contextlib.suppress(RemoteProtocolError):
+                    if isinstance(item.value, bytes) and len(item.value) <= MAX_RECORD:
+                        peers[subkey] = wire.decode(PeerRecord, item.value)
+                        expires[subkey] = item.expiration_time
+        self._notice_twin(peers.pop(self._host.identity.peer_id_bytes, None))
+        self.peers, self.expires, self.read_at = peers, expires, time.monotonic()
+        self.changed.set()
+        await self._connect_new()
+        return peers
+
+    def _notice_twin(self, record: PeerRecord | None) -> None:
+        """The own record comes back with other addresses: a second process uses this key. A restart's does not count."""
+        if record is not None and time.monotonic() - self._born > 1.5 * EXPIRY:
+            if not set(record.addresses) & set(self._host.addresses):
+                self.twin = record.addresses
+
+    def forget(self, peer: bytes) -> None:
+        """The connection to ``peer`` broke: connect anew at the next reading."""
+        self._connected.pop(peer, None)
+
+    async def _connect_new(self) -> None:
+        """Tell the daemon the addresses of new peers, so that streams open by peer id; repeated every minute."""
+        now = time.monotonic()
+        due = [peer for peer in self.peers if now - self._connected.get(peer, -60.0) >= 60.0]
+        results = await asyncio.gather(*(self._host.connect(peer, self.peers[peer].addresses) for peer in due))
+        for peer, connected in zip(due, results, strict=True):
+            if connected:
+                self._connected[peer] = now
+
+
+def online(record: PeerRecord) -> bool:
+    """Whether a peer takes part in rounds."""
+    return record.state in ("ready", "training")

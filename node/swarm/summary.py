@@ -1,0 +1,90 @@
+"""The swarm as its roster tells it: one summary for ``stretto status``, the bootstrap peer's log and its web page."""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from stretto.node.swarm.host import Host, HostConfig, HostError, dial_any, socket_dir
+from stretto.node.swarm.identity import format_peer_id, load_or_create
+from stretto.node.swarm.records import SignedRecords, roster_key
+from stretto.node.swarm.roster import Roster, online
+from stretto.node.swarm.runs import check_run, fetch_run
+from stretto.protocol.config import RunConfig
+from stretto.protocol.invite import Invite
+from stretto.protocol.roster import PeerRecord
+
+
+def summarize(run: RunConfig | None, run_id: bytes, peers: Mapping[bytes, PeerRecord]) -> dict[str, Any]:
+    """Plain values: the run, each peer, and what all agree on."""
+    training = [record for record in peers.values() if online(record)]
+    clocks = [record.clock for record in peers.values() if record.clock is not None]
+    clock = max(clocks, key=lambda clock: clock.round, default=None)
+    newest = max((record.versions for record in training), default=())
+    heads = {record.heads for record in training if record.versions == newest}
+    return {
+        "run": run_id.hex(),
+        "name": run.name if run else None,
+        "peers": len(training),
+        "round": clock.round if clock else None,
+        "interval_seconds": clock.interval if clock else None,
+        "commits": sum(newest),
+        "heads_equal": len(heads) <= 1,
+        "tokens_per_second": (
+            sum(record.rate for record in training) * run.inner.tokens_per_step if run is not None else None
+        ),
+        "members": [_member(peer, record) for peer, record in sorted(peers.items())],
+    }
+
+
+def _member(peer: bytes, record: PeerRecord) -> dict[str, Any]:
+    return {
+        "peer": format_peer_id(peer),
+        "state": record.state,
+        "version": record.version,
+        "step": record.step,
+        "loss": record.loss,
+        "tokens": record.tokens,
+        "steps_per_second": record.rate,
+        "tau": record.tau,
+        "commits": sum(record.versions),
+        "client_mode": record.client_mode,
+        "addresses": list(record.addresses),
+    }
+
+
+async def look(invite: Invite, *, timeout: float, say: Callable[[str], None]) -> dict[str, Any]:
+    """Visit the swarm as a stranger, with a throw-away identity, and summarize it. HostError if nobody answers."""
+    import asyncio
+
+    with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
+        place = Path(folder)
+        identity = load_or_create(place / "identity.key")
+        config = HostConfig(host="127.0.0.1", port=0, announce=(), socket_dir=socket_dir(place), dial_timeout=timeout)
+        host = await Host.start(identity, config, SignedRecords(identity, [roster_key(invite.run)]))
+        try:
+            await dial_any(host, invite.addresses, say=say, stop=asyncio.Event(), patience=timeout)
+            run = check_run(await fetch_run(host, invite), invite)
+            peers = await Roster(host, invite.run, lambda: None).read()
+            return summarize(run, invite.run, peers)
+        finally:
+            await host.close()
+
+
+def render(summary: Mapping[str, Any]) -> str:
+    """The summary for people."""
+    clock = f"next round {summary['round']}" if summary["round"] is not None else "not begun"
+    agree = "all agree" if summary["heads_equal"] else "their chains differ"
+    lines = [
+        f"run {summary['name']} ({summary['run'][:16]}): {summary['peers']} peer(s) training, {clock}, "
+        f"{summary['commits']} commits, {agree}"
+    ]
+    for member in summary["members"]:
+        lines.append(
+            f"  {member['peer'][-8:]}  {member['state']:<9} step {member['step']:>7}  loss {member['loss']:.3f}  "
+            f"{member['steps_per_second']:.2f} steps/s  tau {member['tau']}  {member['commits']} commits"
+        )
+    return "\n".join(lines)
+
+
+__all__ = ["HostError", "look", "render", "summarize"]

@@ -1,0 +1,148 @@
+"""Bulk transfers, one stream each: contributions pushed or fetched, and a fragment's outer state for repair.
+
+Every size is known before a byte of memory is taken: a contribution's from the codec and the own fragment, a state's
+from the own fragment. Every digest is checked before anybody else sees the bytes.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from hivemind.p2p import P2P
+
+from stretto.node.swarm.runs import wait_closed_by_client
+from stretto.node.swarm.streams import (
+    Reader,
+    Writer,
+    bulk_name,
+    open_stream,
+    read_bytes,
+    read_message,
+    write_bytes,
+    write_message,
+)
+from stretto.protocol import messages as m
+from stretto.protocol.chain import Member
+from stretto.protocol.digest import payload_digest, state_digest
+from stretto.protocol.errors import RemoteProtocolError
+from stretto.protocol.peer import Peer
+from stretto.protocol.streaming import Contribution, Reduced
+
+
+@dataclass
+class Traffic:
+    """Bytes handed to and taken from the daemon in bulk streams, by kind."""
+
+    contributions_up: int = 0
+    contributions_down: int = 0
+    state_up: int = 0
+    state_down: int = 0
+
+
+async def push(p2p: P2P, run: bytes, to: bytes, round: int, contribution: Contribution, traffic: Traffic) -> str | None:
+    """Send a contribution to a member. Returns why it did not want it, None if it took it. Raises one of ``BROKEN``."""
+    payload = contribution.payload
+    async with open_stream(p2p, to, bulk_name(run)) as (reader, writer):
+        await write_message(writer, m.Push(contribution.fragment, round, contribution.digest, len(payload)))
+        # The answer comes before the bytes, so that an unwanted contribution costs nothing.
+        answer = await read_message(reader, m.Done, m.Missing)
+        if isinstance(answer, m.Missing):
+            return answer.reason
+        await write_bytes(writer, memoryview(payload))
+        traffic.contributions_up += len(payload)
+        await read_message(reader, m.Done)
+    return None
+
+
+async def accept_push(
+    peer: Peer, sender: bytes, push: m.Push, reader: Reader, writer: Writer, traffic: Traffic
+) -> bytes | None:
+    """The other end of ``push``: the contribution's bytes, None if it is not wanted. Done is left to the caller."""
+    unwanted = peer.expects(sender, push)
+    if unwanted is not None:
+        await write_message(writer, m.Missing(unwanted))
+        await wait_closed_by_client(reader)
+        return None
+    await write_message(writer, m.Done())
+    payload = bytes(await read_bytes(reader, push.nbytes))
+    traffic.contributions_down += len(payload)
+    if payload_digest(payload) != push.payload:
+        raise RemoteProtocolError("contribution does not match its digest")
+    return payload
+
+
+async def fetch(p2p: P2P, run: bytes, source: bytes, request: m.Fetch, nbytes: int, traffic: Traffic) -> bytes:
+    """A contribution by digest. RemoteProtocolError if ``source`` has it not or sends something else."""
+    async with open_stream(p2p, source, bulk_name(run)) as (reader, writer):
+        await write_message(writer, request)
+        answer = await read_message(reader, m.Payload, m.Missing)
+        if isinstance(answer, m.Missing):
+            raise RemoteProtocolError(answer.reason)
+        assert isinstance(answer, m.Payload)
+        if answer.nbytes != nbytes:
+            raise RemoteProtocolError(f"{answer.nbytes} bytes offered where {nbytes} are due")
+        payload = bytes(await read_bytes(reader, nbytes))
+        traffic.contributions_down += nbytes
+        if payload_digest(payload) != request.payload:
+            raise RemoteProtocolError("fetched contribution does not match its digest")
+        return payload
+
+
+async def answer_fetch(peer: Peer, request: m.Fetch, reader: Reader, writer: Writer, traffic: Traffic) -> None:
+    """Serve a contribution that this peer holds."""
+    payload = peer.payload(request.round, request.payload)
+    if payload is None:
+        await write_message(writer, m.Missing(f"no such contribution of round {request.round} here"))
+    else:
+        await write_message(writer, m.Payload(request.payload, len(payload)))
+        await write_bytes(writer, memoryview(payload))
+        traffic.contributions_up += len(payload)
+    await wait_closed_by_client(reader)
+
+
+async def fetch_state(
+    p2p: P2P, run: bytes, source: bytes, fragment: int, numel: int, traffic: Traffic
+) -> tuple[m.State, Reduced]:
+    """Anchor and momentum of a fragment with ``numel`` weights, checked against the digest that came with them.
+
+    Whether that digest is the one that the fragment's record names is checked by ``Peer.adopt``.
+    """
+    async with open_stream(p2p, source, bulk_name(run)) as (reader, writer):
+        await write_message(writer, m.FetchState(fragment))
+        answer = await read_message(reader, m.State, m.Missing)
+        if isinstance(answer, m.Missing):
+            raise RemoteProtocolError(answer.reason)
+        assert isinstance(answer, m.State)
+        if answer.fragment != fragment or answer.nbytes != 8 * numel:
+            raise RemoteProtocolError(f"state of {answer.nbytes} bytes offered where {8 * numel} are due")
+        both = np.frombuffer(await read_bytes(reader, answer.nbytes), dtype="<f4").astype(np.float32, copy=False)
+    traffic.state_down += answer.nbytes
+    anchor, momentum = both[:numel], both[numel:]
+    found = state_digest(anchor, momentum)
+    if found != answer.digest:
+        raise RemoteProtocolError("downloaded state does not match its digest")
+    return answer, Reduced(anchor, momentum, found)
+
+
+async def answer_fetch_state(
+    peer: Peer, request: m.FetchState, reader: Reader, writer: Writer, traffic: Traffic
+) -> None:
+    """Serve a fragment's outer state. The arrays are immutable, so no lock is held while they travel."""
+    fragments = peer.diloco.fragments
+    if request.fragment >= len(fragments) or peer.clock is None:
+        await write_message(writer, m.Missing("no such fragment, or the run has not begun here"))
+        await wait_closed_by_client(reader)
+        return
+    state = fragments[request.fragment]
+    anchor, momentum, tip, record = state.anchor, state.momentum, state.tip, state.record
+    digest = record.record.state if record else state_digest(anchor, momentum)
+    nbytes = 8 * anchor.size
+    await write_message(writer, m.State(request.fragment, tip, record, peer.clock, digest, nbytes))
+    for part in (anchor, momentum):
+        await write_bytes(writer, memoryview(part.astype("<f4", copy=False)).cast("B"))
+    traffic.state_up += nbytes
+    await wait_closed_by_client(reader)
+
+
+def fetch_request(fragment: int, round: int, member: Member) -> m.Fetch:
+    """The request for ``member``'s contribution."""
+    return m.Fetch(fragment, round, member.payload)

@@ -1,0 +1,103 @@
+"""Between the trainer and the rounds: how weights leave and come back.
+
+Weights change only inside ``optimizer.step()`` and at a merge, both on the training thread and both under
+``step_lock``. So the network thread may copy a fragment at any other moment, in the middle of a forward pass too, and
+a peer with slow steps does not delay the start of a round. A merge happens only between two steps.
+
+``outer_lock`` guards the protocol state (``Peer`` and its anchors); whoever needs both takes ``step_lock`` first.
+"""
+
+import threading
+import time
+from dataclasses import dataclass
+
+from stretto.protocol.fragments import FragmentedModel
+from stretto.protocol.outer import Vector
+from stretto.protocol.peer import Peer
+from stretto.protocol.tau import TauEstimate
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A result that met the local weights: ``tau`` inner steps after its snapshot; not ``counted``, it was rebased."""
+
+    fragment: int
+    tau: int
+    counted: bool
+
+
+class Sync:
+    """Snapshots and merges of one replica.
+
+    ``fixed_tau`` holds every result back until so many inner steps have passed since its snapshot (for experiments);
+    None merges it at the first step boundary after it is there.
+    """
+
+    def __init__(self, model: FragmentedModel, peer: Peer, *, tau_max: int, fixed_tau: int | None = None) -> None:
+        self.model, self.peer, self.fixed_tau = model, peer, fixed_tau
+        self.step_lock, self.outer_lock = threading.Lock(), threading.Lock()
+        self.step = 0
+        self.estimate = TauEstimate(tau_max=tau_max)
+        self.blocked_seconds = 0.0
+        self._left_at: dict[int, int] = {}
+        self._reload = False
+
+    # ------------------------------------------------------------------ training thread
+
+    def acquire_step(self) -> None:
+        """Before ``optimizer.step()``; a snapshot that is being copied is waited for and counted as blocked time."""
+        began = time.perf_counter()
+        self.step_lock.acquire()
+        self.blocked_seconds += time.perf_counter() - began
+
+    def release_step(self, tokens: int, seconds: float) -> None:
+        """After ``optimizer.step()``: ``tokens`` were trained on in ``seconds``."""
+        self.step += 1
+        self.step_lock.release()
+        with self.outer_lock:
+            self.peer.diloco.trained(tokens)
+            self.estimate = self.estimate.with_step(seconds)
+
+    def come_back(self) -> list[Merged]:
+        """Between two steps: let every result that is due meet the local weights."""
+        merged: list[Merged] = []
+        for fragment, state in enumerate(self.peer.diloco.fragments):
+            if not state.pending:
+                continue
+            counted = state.merge_with is not None
+            tau = self.step - self._left_at.get(fragment, self.step)
+            if counted and self.fixed_tau is not None and tau < self.fixed_tau:
+                continue
+            began = time.perf_counter()
+            with self.step_lock:
+                local = self.model.gather(fragment)
+                with self.outer_lock:
+                    local = self.peer.diloco.come_back(fragment, local)
+                self.model.scatter(fragment, local)
+            self.blocked_seconds += time.perf_counter() - began
+            merged.append(Merged(fragment, tau, counted))
+        return merged
+
+    def reload_if_asked(self) -> bool:
+        """Between two steps: put the anchors in place of local weights that are no longer finite."""
+        if not self._reload:
+            return False
+        with self.step_lock, self.outer_lock:
+            for fragment, state in enumerate(self.peer.diloco.fragments):
+                state.merge_with = state.shift = None
+                state.tokens = 0
+                self.model.scatter(fragment, state.anchor)
+            self._reload = False
+        return True
+
+    # ------------------------------------------------------------------ network thread
+
+    def snapshot(self, fragment: int) -> Vector:
+        """The local weights of a fragment now, (n,) float32 on the host. Waits for a running optimizer step only."""
+        with self.step_lock:
+            self._left_at[fragment] = self.step
+            return self.model.gather(fragment)
+
+    def ask_reload(self) -> None:
+        """The local weights are not finite: the training thread is to reload the anchors."""
+        self._reload = True

@@ -1,0 +1,131 @@
+"""The inner optimizer: AdamW on this replica, one visible loop.
+
+    lr(s) = lr * s / warmup                                   while s < warmup
+    lr(s) = lr * (final + (1 - final) (1 + cos(pi q)) / 2)    after it, q = (s - warmup) / (total - warmup)
+
+with s the *swarm step* (mean inner steps of all peers, from the shared clock), so that a peer that joins late or is
+slow has the same learning rate as the others. The loss is cross-entropy plus z-loss (the paper, section 3.1).
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from stretto.node.data.stream import TokenStream
+from stretto.node.model import loss_fn
+from stretto.node.sync import Merged, Sync
+from stretto.protocol.config import InnerConfig
+
+
+def learning_rate(config: InnerConfig, step: float) -> float:
+    """The inner learning rate at swarm step ``step``. The very first step has a small one, not 0."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    progress = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.final_lr + (1 - config.final_lr) * cosine)
+
+
+def make_optimizer(model: torch.nn.Module, config: InnerConfig) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices only, as is usual for language models."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One inner step: its number, mean cross-entropy, learning rate, tokens, duration, and the results it merged."""
+
+    step: int
+    loss: float
+    lr: float
+    tokens: int
+    seconds: float
+    merged: tuple[Merged, ...]
+
+
+@dataclass
+class Trainer:
+    """Everything the loop needs. ``micro_batch`` sequences go through the model at once."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.AdamW
+    stream: TokenStream
+    config: InnerConfig
+    sync: Sync
+    sequence_length: int
+    micro_batch: int
+    device: torch.device
+
+    def steps(self, swarm_step: Callable[[], float]) -> Iterator[StepReport]:
+        """Train for ever; yields after each inner step. ``swarm_step`` tells the swarm's progress."""
+        sequences = self.config.tokens_per_step // self.sequence_length
+        self.model.train()
+        while True:
+            began = time.perf_counter()
+            lr = learning_rate(self.config, swarm_step())
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+
+            # Forward and backward. The network thread may copy weights meanwhile: nothing here changes them.
+            loss = 0.0
+            for first in range(0, sequences, self.micro_batch):
+                count = min(self.micro_batch, sequences - first)
+                total, cross_entropy = loss_fn(self.model, self._batch(count), self.config.z_loss)
+                (total * (count / sequences)).backward()
+                loss += cross_entropy.item() * count / sequences  # waits for the device
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+
+            # The only place where the inner optimizer changes weights.
+            self.sync.acquire_step()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            tokens = sequences * self.sequence_length
+            self.sync.release_step(tokens, time.perf_counter() - began)
+
+            # Finished rounds come back between two steps. Due fragments leave by themselves, see Sync.snapshot.
+            merged = tuple(self.sync.come_back())
+            if self.sync.reload_if_asked():
+                self.optimizer.state.clear()
+            yield StepReport(self.sync.step, loss, lr, tokens, time.perf_counter() - began, merged)
+
+    def rehearse(self, count: int) -> float:
+        """Seconds of an inner step, from ``count`` forward and backward passes that change nothing."""
+        sequences = self.config.tokens_per_step // self.sequence_length
+        position = self.stream.state()
+        self.model.train()
+        times = []
+        for _ in range(count):
+            began = time.perf_counter()
+            for first in range(0, sequences, self.micro_batch):
+                size = min(self.micro_batch, sequences - first)
+                total, _cross_entropy = loss_fn(self.model, self._batch(size), self.config.z_loss)
+                total.backward()
+            self.optimizer.zero_grad(set_to_none=True)
+            times.append(time.perf_counter() - began)
+        self.stream.restore(position)
+        return float(np.median(times))
+
+    def _batch(self, count: int) -> torch.Tensor:
+        return torch.from_numpy(self.stream.next(count)).to(self.device)
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, batches: Iterator[np.ndarray], device: torch.device) -> float:
+    """Mean cross-entropy in nats per token over ``batches``, each (B, T+1) int64."""
+    model.eval()
+    losses, weights = [], []
+    for batch in batches:
+        _, cross_entropy = loss_fn(model, torch.from_numpy(batch).to(device), 0.0)
+        losses.append(cross_entropy.item())
+        weights.append(batch.shape[0])
+    model.train()
+    return float(np.average(losses, weights=weights)) if losses else float("nan")
