@@ -41,5 +41,3 @@ def serve_run(
             if bootstrap is not None:
                 thread.call(bootstrap.close())
             thread.close()
-
-

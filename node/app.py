@@ -76,7 +76,9 @@ class StopSignal:
         """Stop when standard input ends: a parent that dies, however it dies, takes its children along."""
 
         def wait() -> None:
-            sys.stdin.buffer.read()
+            # Not sys.stdin: a thread that waits inside its lock makes the interpreter abort at exit.
+            while os.read(0, 1024):
+                pass
             os.kill(os.getpid(), signal.SIGTERM)
 
         threading.Thread(target=wait, name="stdin", daemon=True).start()
@@ -149,7 +151,9 @@ def run_node(invite_text: str, config: NodeConfig, console: Console, stopping: S
             host = network.open(identity, invite)
             signed = network.thread.call(fetch_run(host, invite), stopping=stopping)
             run = check_run(signed, invite)
+            check_expected(run, config.expect)
             console.say(f"run {run.name!r}, id {invite.run.hex()[:16]}, signed by {format_peer_id(signed.operator)}")
+            console.say(_in_words(run))
             node = Node.build(run, signed, identity, config, device, network, console)
             return node.live()
         except Stopped:
@@ -192,7 +196,7 @@ class Node:
         """Corpus, model, protocol state and network parts for ``run``."""
         folder = config.data_dir / "runs" / run.digest().hex()[:16]
         folder.mkdir(parents=True, exist_ok=True)
-        tokenizer, corpus = open_data(run, config.data_dir)
+        corpus = open_data(run, config.data_dir)
         console.say(corpus.describe())
         model = build_model(run.model, run.seed, device=device)
         fragments = cut_model(run, model)
@@ -325,7 +329,7 @@ class Node:
         exchange, progress = self.member.exchange, self.member.progress
         peers = len(self.member.roster.peers)
         if progress.state != "training":
-            return f"{progress.state}: {peers} other peer(s) in the run"
+            return f"{progress.state}: {self.member.waiting_for or f'{peers} other peer(s) in the run'}"
         clock, rate = exchange.peer.clock, progress.rate
         swarm = ", ".join(exchange.peer.waiting_for())
         if not swarm and clock is not None:
@@ -365,6 +369,7 @@ class Node:
             "bytes_up_contributions": traffic.contributions_up,
             "bytes_up_state": traffic.state_up,
             "bytes_up_control": exchange.links.bytes_up,
+            "sent_to": {str(number): count for number, count in sorted(exchange.sent_to.items())},
             "payload_bytes": [exchange.peer.payload_size(f) for f in range(exchange.peer.fragments)],
             "fragment_parameters": [spec.numel for spec in self.sync.model.specs],
             "step_seconds": seconds / max(self.sync.step, 1),
@@ -377,6 +382,28 @@ class Node:
 
 
 # ---------------------------------------------------------------------- parts
+
+
+def check_expected(run: RunConfig, expect: Path | None) -> None:
+    """ConfigError that names each differing key if the run is not the one in the file ``expect``."""
+    if expect is None:
+        return
+    different = run.differences(read_run(expect))
+    if different:
+        raise ConfigError(
+            f"the run that the invite names is not the one in {expect}; run != file in {'; '.join(different)}. "
+            "Settings of a run are its operator's: ask for an invite to another run, or join without --expect"
+        )
+
+
+def read_run(file: Path) -> RunConfig:
+    """The run config in ``file``. ConfigError names the file."""
+    try:
+        return RunConfig.from_toml(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}. `stretto new {file}` writes one") from None
+    except (ConfigError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: {error}") from None
 
 
 def choose_device(name: str, console: Console) -> torch.device:
@@ -396,8 +423,8 @@ def choose_device(name: str, console: Console) -> torch.device:
     return torch.device(name)
 
 
-def open_data(run: RunConfig, data_dir: Path) -> tuple[Any, Corpus]:
-    """Tokenizer and corpus of the run, checked against the digests in its config."""
+def open_data(run: RunConfig, data_dir: Path) -> Corpus:
+    """The run's corpus; it and the tokenizer are checked against the digests in the config."""
     tokenizer = load_tokenizer(run.data.tokenizer)
     corpus = open_corpus(run.data.source, tokenizer, cache_dir=data_dir / "cache")
     pairs = (
@@ -416,7 +443,7 @@ def open_data(run: RunConfig, data_dir: Path) -> tuple[Any, Corpus]:
         raise ConfigError(
             f"model.vocab_size is {vocabulary}, the tokenizer {run.data.tokenizer} needs {tokenizer.vocab_size}"
         )
-    return tokenizer, corpus
+    return corpus
 
 
 def cut_model(run: RunConfig, model: torch.nn.Module) -> FragmentedModel:
@@ -502,6 +529,16 @@ def _make_member(
     return member
 
 
+def _in_words(run: RunConfig) -> str:
+    outer, inner = run.outer, run.inner
+    cut = f"{outer.fragments} fragments" if outer.fragments else f"fragments of {outer.fragment_bytes} bytes"
+    return (
+        f"the run: {run.model['model_type']} on {run.data.source}, AdamW lr {inner.lr:g}, {inner.tokens_per_step} "
+        f"tokens per step, H {outer.inner_steps}, {cut}, alpha {outer.alpha:g}, outer lr {outer.lr:g}, "
+        f"tau up to {outer.tau_max}, contributions as {run.wire.up}"
+    )
+
+
 def _for_people(event: dict[str, Any]) -> str | None:
     kind = event["event"]
     if kind == "round" and event["outcome"] == "committed":
@@ -532,5 +569,3 @@ def _make_data_dir(config: NodeConfig) -> None:
         raise ConfigError(
             f"data dir {config.data_dir} belongs to uid {owner} and cannot be written by uid {os.getuid()}"
         )
-
-

@@ -40,7 +40,7 @@ def main() -> None:
         sys.exit(end.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the last line of defence: people get a sentence, not a traceback
         if type(error).__module__.startswith("click"):
             _usage(error)
         _fail(f"internal error: {type(error).__name__}: {error}. Run again with --debug and report what it prints")
@@ -79,7 +79,9 @@ def _version(value: bool) -> None:
 @app.callback()
 def _global(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+    _show_version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")
+    ] = False,
 ) -> None:
     global _debug
     _debug = debug
@@ -131,7 +133,7 @@ def bootstrap(
     """Serve a run: an entry for peers that publishes the run config, prints the invite, and does not train."""
     from stretto.bootstrap.cli import serve_run
     from stretto.bootstrap.server import BootstrapConfig
-    from stretto.node.app import StopSignal
+    from stretto.node.app import StopSignal, read_run
     from stretto.node.config import default_data_dir
     from stretto.node.console import Console
     from stretto.protocol.invite import check_address
@@ -158,6 +160,7 @@ def join(
     config: Annotated[Path | None, typer.Option(help="A TOML file with any of these settings.")] = None,
     data_dir: DataDir = None,
     identity: Annotated[Path | None, typer.Option(help="Key file; default is in the data dir.")] = None,
+    expect: Annotated[Path | None, typer.Option(help="A run.toml that the run must equal.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Sequences per forward pass.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; 0 leaves the default.")] = None,
@@ -251,24 +254,9 @@ def doctor(
     from stretto.protocol.invite import Invite
 
     addresses = Invite.parse(invite).addresses if invite else ()
-    found = run_doctor(
-        addresses, data_dir=data_dir or default_data_dir(), port=port, device=device, timeout=timeout
-    )
+    found = run_doctor(addresses, data_dir=data_dir or default_data_dir(), port=port, device=device, timeout=timeout)
     print(found.to_json() if as_json else render(found))
     raise typer.Exit(0 if found.ok else 1)
-
-
-def read_run(file: Path) -> Any:
-    """The run config in ``file``. ConfigError names the file."""
-    from stretto.protocol.config import RunConfig
-    from stretto.protocol.errors import ConfigError
-
-    try:
-        return RunConfig.from_toml(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}. `stretto new {file}` writes one") from None
-    except (ConfigError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ class NodeConfig:
     """Identity, caches, metrics and checkpoints live here and nowhere else."""
     identity: Path | None = None
     """Key file; default is identity.key in the data dir."""
+    expect: Path | None = None
+    """A run.toml that the run must equal; otherwise the node refuses and names each differing key."""
     device: str = "auto"
     """``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``."""
     micro_batch: int = 8

@@ -21,7 +21,7 @@ def model_table(preset: str, vocab_size: int) -> dict[str, object]:
     return {**PRESETS[preset], "vocab_size": vocab_size}
 
 
-def new_run(name: str, *, preset: str, source: str, tokenizer: str, seed: int, cache_dir: object = None) -> RunConfig:
+def new_run(name: str, *, preset: str, source: str, tokenizer: str, seed: int) -> RunConfig:
     """A run config with the paper's settings for ``preset``; the corpus is read once to take its fingerprint."""
     tokens = load_tokenizer(tokenizer)
     corpus = open_corpus(source, tokens, cache_dir=None)
@@ -61,9 +61,7 @@ def demo_run(*, inner_steps: int, fragments: int, seed: int, rounds: int) -> Run
         seed=seed,
         model=model_table("tiny", tokens.vocab_size),
         data=DataConfig(source="stdlib", sequence_length=128, seed=seed, fingerprint=corpus.fingerprint.hex()),
-        inner=InnerConfig(
-            lr=3e-3, tokens_per_step=512, warmup_steps=min(20, steps // 4), total_steps=max(steps, 40)
-        ),
+        inner=InnerConfig(lr=3e-3, tokens_per_step=512, warmup_steps=min(20, steps // 4), total_steps=max(steps, 40)),
         outer=OuterConfig(fragments=fragments, inner_steps=inner_steps, tau_max=min(5, inner_steps - 1)),
         group=GroupConfig(min_size=1),
     )

@@ -17,7 +17,7 @@ import sys
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from stretto.protocol import wire
 from stretto.protocol.codecs import CODECS
@@ -113,7 +113,7 @@ class OuterConfig:
     """P: number of fragments; 0 means as many as ``fragment_bytes`` asks for."""
     fragment_bytes: int = 0
     """Largest fragment in bytes of FP32 weights, as an alternative to ``fragments``."""
-    pattern: str = "strided"
+    pattern: Literal["strided", "sequential"] = "strided"
     tau_max: int = 5
     """Largest overlap in inner steps."""
 
@@ -307,6 +307,8 @@ def _section(kind: type, name: str, plain: Any) -> Any:
 
 
 def _typed(kind: type, name: str, value: Any) -> Any:
+    if typing.get_origin(kind) is Literal:
+        kind = str
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind or not _encodable(value):

@@ -300,9 +300,12 @@ class Peer:
                 raise RemoteProtocolError("downloaded state comes with a wrong signature")
             tip = after(record)
         self.repairing.discard(state.fragment)
-        if not tip.beats(self.diloco.fragments[state.fragment].tip):
+        mine = self.diloco.fragments[state.fragment]
+        if not tip.beats(mine.tip):
             return False
-        self.diloco.replace(state.fragment, reduced, tip, state.record)
+        members = state.record.record.members if state.record else ()
+        counted = any((x.peer, x.payload) == (self.me, mine.digest_left) for x in members)
+        self.diloco.replace(state.fragment, reduced, tip, state.record, counted=counted)
         self._forget(state.fragment)
         if state.record is not None:
             self.adopt_clock(state.record.record.clock)

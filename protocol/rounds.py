@@ -418,7 +418,7 @@ class Round:
         if self._desk is not None:
             # Another group has decided: whoever joined here gets that outcome.
             waiting = set(self._desk.joined) | self._desk.late
-            self._early_joins |= {peer: self._desk.joined.get(peer) for peer in waiting if peer != self.me}
+            self._early_joins |= {peer: self._desk.joined.get(peer) for peer in sorted(waiting - {self.me})}
             self._desk = None
         return self._complete(now)
 
@@ -569,7 +569,7 @@ class Round:
         seconds = max(self.rules.min_exchange, patience)
         group = m.Group(self.fragment, self.round, members, seconds)
         desk.decide_at = now + seconds
-        audience = [peer for peer in (*desk.joined, *desk.late) if peer != self.me]
+        audience = sorted((set(desk.joined) | desk.late) - {self.me})
         tell: list[Action] = [Send(peer, group) for peer in audience]
         return tell + self._on_group(group, now)
 

@@ -65,6 +65,8 @@ class FragmentState:
     """Trained on since this peer's last counted contribution."""
     tokens_left: int = 0
     """Of these, how many stand behind the contribution that left last."""
+    digest_left: bytes = b""
+    """Digest of the contribution that left last, as long as nothing has come back."""
     merge_with: Vector | None = None
     """A counted round's anchor that the local weights have not met yet."""
     shift: Vector | None = None
@@ -115,7 +117,8 @@ class StreamingDiLoCo:
 
     def left(self, contribution: Contribution) -> None:
         """``contribution`` enters its round."""
-        self.fragments[contribution.fragment].tokens_left = contribution.tokens
+        state = self.fragments[contribution.fragment]
+        state.tokens_left, state.digest_left = contribution.tokens, contribution.digest
 
     def reduce(
         self, fragment: int, members: Sequence[Member], payloads: Mapping[bytes, bytes | memoryview]
@@ -146,19 +149,20 @@ class StreamingDiLoCo:
             raise RemoteProtocolError(f"fragment {fragment}: the record's state differs from the one computed here")
         old, state.anchor, state.momentum = state.anchor, reduced.anchor, reduced.momentum
         state.tip, state.record = after(signed.record), signed
-        if counted:
-            state.merge_with = state.anchor
-            state.tokens -= state.tokens_left
-            state.tokens_left = 0
-        else:
-            self._shift(state, old)
+        self._wait_for_local(state, old, counted)
 
-    def replace(self, fragment: int, reduced: Reduced, tip: Tip, record: SignedRecord | None) -> None:
-        """Take over a downloaded state whose digest was checked; the local weights will be rebased."""
+    def replace(
+        self, fragment: int, reduced: Reduced, tip: Tip, record: SignedRecord | None, *, counted: bool = False
+    ) -> None:
+        """Take over a downloaded state whose digest was checked; the local weights will be rebased.
+
+        ``counted`` says that ``record`` counts the contribution that left last: then they are merged, since work that
+        is in the anchor must not be contributed again.
+        """
         state = self.fragments[fragment]
         old, state.anchor, state.momentum = state.anchor, reduced.anchor, reduced.momentum
         state.tip, state.record = tip, record
-        self._shift(state, old)
+        self._wait_for_local(state, old, counted)
 
     def come_back(self, fragment: int, local: Vector) -> Vector:
         """New local weights, (n,) float32, from the present ones and the pending result; clears it."""
@@ -171,6 +175,12 @@ class StreamingDiLoCo:
         return local
 
     @staticmethod
-    def _shift(state: FragmentState, old: Vector) -> None:
-        move = state.anchor - old
-        state.shift = move if state.shift is None else state.shift + move
+    def _wait_for_local(state: FragmentState, old: Vector, counted: bool) -> None:
+        """Keep what ``come_back`` will need: the new anchor to merge with, or its move away from ``old``."""
+        if counted:
+            state.merge_with, state.shift = state.anchor, None
+            state.tokens -= state.tokens_left
+        else:
+            move = state.anchor - old
+            state.shift = move if state.shift is None else state.shift + move
+        state.tokens_left, state.digest_left = 0, b""

@@ -66,10 +66,13 @@ class Exchange:
         self.begun: set[int] = set()
         self.committed: set[int] = set()
         self.aborted: dict[int, str] = {}
+        self.sent_to: dict[int, int] = {}
+        """To how many members this peer's contribution was due in each round that it committed."""
         self.ended = asyncio.Event()
         """All rounds up to ``last_round`` are over."""
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="round")
         self._woken = asyncio.Event()
+        self._settled = asyncio.Event()
         self._clock_set = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._lost_at: dict[bytes, float] = {}
@@ -144,7 +147,8 @@ class Exchange:
             self._spawn(self._depart(target))
             target += 1
         while self.peer.busy() or self.peer.repairing:
-            await asyncio.sleep(0.1)
+            self._settled.clear()
+            await self._settled.wait()
         self.ended.set()
 
     async def _depart(self, round: int) -> None:
@@ -158,6 +162,9 @@ class Exchange:
             except LocalProtocolError as error:
                 self.sync.ask_reload()
                 reason = f"this peer's weights cannot be sent, its anchors are reloaded: {error}"
+            else:
+                if contribution.tokens and not any(contribution.payload):
+                    self._say({"event": "fault", "what": f"fragment {fragment} did not change in a whole cycle"})
         if reason is not None:
             self._perform([Over(round, fragment, Aborted(reason), False, 0.0)])
             return
@@ -185,6 +192,7 @@ class Exchange:
             else:
                 self._round_over(effect)
         self._woken.set()
+        self._settled.set()
 
     async def _work(self, work: Work) -> None:
         result = await self._in_thread(self.peer.reduce, work)
@@ -210,9 +218,7 @@ class Exchange:
         request = transfer.fetch_request(fragment, effect.round, effect.member)
         try:
             nbytes = self.peer.payload_size(fragment)
-            payload = await transfer.fetch(
-                self.host.p2p, self.peer.run, effect.source, request, nbytes, self.traffic
-            )
+            payload = await transfer.fetch(self.host.p2p, self.peer.run, effect.source, request, nbytes, self.traffic)
         except (*BROKEN, RemoteProtocolError):
             with self.sync.outer_lock:
                 effects = self.peer.fetch_failed(effect.source, effect.round, self.now())
@@ -234,9 +240,11 @@ class Exchange:
         except (*BROKEN, RemoteProtocolError) as error:
             with self.sync.outer_lock:
                 self.peer.repair_failed(effect.fragment)
+            self._settled.set()
             why = str(error) or type(error).__name__
             self._say({"event": "repair", "fragment": effect.fragment, "state": "failed", "why": why})
             return
+        self._settled.set()
         seconds = time.monotonic() - began
         state = "done" if better else "not needed"
         self._say({"event": "repair", "fragment": effect.fragment, "state": state, "seconds": round(seconds, 3)})
@@ -247,6 +255,8 @@ class Exchange:
             record = over.outcome.signed.record
             self.committed.add(over.round)
             self.aborted.pop(over.round, None)
+            if over.counted:
+                self.sent_to[over.round] = len(record.members) - 1
             with self.sync.outer_lock:
                 self.sync.estimate = self.sync.estimate.with_round(over.seconds)
             event |= {
@@ -331,9 +341,7 @@ class Exchange:
             await self.roster.changed.wait()
             self.roster.changed.clear()
             there = {peer: record for peer, record in self.roster.peers.items() if online(record)}
-            seen_since = {
-                peer for peer in there if self._lost_at.get(peer, 0.0) <= self.roster.expires[peer] - EXPIRY
-            }
+            seen_since = {peer for peer in there if self._lost_at.get(peer, 0.0) <= self.roster.expires[peer] - EXPIRY}
             candidates = [peer for peer in there if not there[peer].client_mode]
             effects: list[Effect] = []
             with self.sync.outer_lock:

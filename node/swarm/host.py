@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from hivemind.dht.node import DHTNode
 from hivemind.dht.validation import RecordValidatorBase
@@ -55,7 +56,7 @@ class HostConfig:
 
 
 def socket_dir(data_dir: Path) -> Path:
-    """A folder for unix sockets: in the data dir where its path is short enough, else a private one in the temp dir."""
+    """A folder for unix sockets: in the data dir where its path is short enough, else one in the temp dir."""
     folder = data_dir / "run"
     if len(str(folder.resolve() / "p2pclient-0123456789a.sock")) <= LONGEST_SOCKET_PATH:
         return folder
@@ -75,7 +76,7 @@ class Host:
         """Launch p2pd and the DHT node. HostError names the phase in which it failed."""
         folder = config.socket_dir
         _clean(folder)
-        local = type("LocalP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder.resolve()}/"})
+        local = cast(type[P2P], type("LocalP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder.resolve()}/"}))
         try:
             p2p = await local.create(
                 identity_path=str(identity.path),

@@ -6,6 +6,7 @@ other side only reads; so the end of its half says at once that it is gone, whic
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from hivemind.p2p import P2P
 
@@ -56,7 +57,8 @@ class Links:
     ) -> None:
         while True:
             waiting = asyncio.ensure_future(queue.get())
-            await asyncio.wait({waiting, ended}, return_when=asyncio.FIRST_COMPLETED)
+            both: set[asyncio.Future[Any]] = {waiting, ended}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
                 waiting.cancel()
                 return

@@ -45,6 +45,8 @@ class Member:
     bootstraps: Sequence[str]
     say: Callable[[dict[str, Any]], None]
     tell: Callable[[str], None]
+    waiting_for: str = ""
+    """What ``await_start`` waits for, in words."""
     _tasks: list["asyncio.Task[None]"] = field(default_factory=list)
 
     async def enter(self) -> None:
@@ -72,7 +74,9 @@ class Member:
             if clock is None and new_run and not ahead and ready >= start_peers and self.roster.read_at:
                 self._found(peers)
                 return
-            text = self._why_waiting(peers, behind, new_run=new_run, ready=ready, start_peers=start_peers)
+            text = self.waiting_for = self._why_waiting(
+                peers, behind, new_run=new_run, ready=ready, start_peers=start_peers
+            )
             if text != told:
                 self.tell(text)
                 told = text
@@ -161,7 +165,7 @@ class Member:
             twin = self.roster.twin
             if twin is not None:
                 self.tell(
-                    f"WARNING duplicate peer id: another node uses this node's key, at {', '.join(twin) or 'unknown'}. "
+                    f"WARNING duplicate peer id: another node uses this node's key, at {', '.join(twin)}. "
                     "Stop one of them, or give it an identity of its own with --identity"
                 )
                 self.say({"event": "fault", "what": "duplicate peer id", "addresses": list(twin)})

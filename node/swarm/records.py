@@ -29,7 +29,7 @@ def _key_id(key: str) -> bytes:
     return bytes(DHTID.generate(source=key).to_bytes())
 
 
-class SignedRecords(RecordValidatorBase):
+class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
     """Validator and signer for the records under ``keys``."""
 
     def __init__(self, identity: Identity, keys: Iterable[str]) -> None:

@@ -98,10 +98,11 @@ class Roster:
         return peers
 
     def _notice_twin(self, record: PeerRecord | None) -> None:
-        """The own record comes back with other addresses: a second process uses this key. A restart's does not count."""
-        if record is not None and time.monotonic() - self._born > 1.5 * EXPIRY:
-            if not set(record.addresses) & set(self._host.addresses):
-                self.twin = record.addresses
+        """A record of this peer with other addresses: a second process uses its key. A restart does not count."""
+        if record is None or time.monotonic() - self._born < 1.5 * EXPIRY:
+            return
+        if not set(record.addresses) & set(self._host.addresses):
+            self.twin = record.addresses
 
     def forget(self, peer: bytes) -> None:
         """The connection to ``peer`` broke: connect anew at the next reading."""

@@ -14,6 +14,7 @@ replies get lost when the answering side closes.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeAlias
 
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
@@ -33,8 +34,9 @@ CHUNK_TIMEOUT = 20.0
 BROKEN = (ControlFailure, P2PDaemonError, OSError, asyncio.IncompleteReadError, asyncio.TimeoutError, EOFError)
 """How a peer that cannot be reached, or a stream that broke, shows itself."""
 
-Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
-Handler = Callable[[bytes, Reader, Writer], Awaitable[None]]
+Reader: TypeAlias = asyncio.StreamReader
+Writer: TypeAlias = asyncio.StreamWriter
+Handler: TypeAlias = Callable[[bytes, Reader, Writer], Awaitable[None]]
 
 
 def control_name(run: bytes) -> str:

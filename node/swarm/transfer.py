@@ -38,8 +38,10 @@ class Traffic:
     state_down: int = 0
 
 
-async def push(p2p: P2P, run: bytes, to: bytes, round: int, contribution: Contribution, traffic: Traffic) -> str | None:
-    """Send a contribution to a member. Returns why it did not want it, None if it took it. Raises one of ``BROKEN``."""
+async def push(
+    p2p: P2P, run: bytes, to: bytes, round: int, contribution: Contribution, traffic: Traffic
+) -> str | None:
+    """Send a contribution to a member. Returns why it did not want it, None if it took it; may raise ``BROKEN``."""
     payload = contribution.payload
     async with open_stream(p2p, to, bulk_name(run)) as (reader, writer):
         await write_message(writer, m.Push(contribution.fragment, round, contribution.digest, len(payload)))
@@ -138,7 +140,7 @@ async def answer_fetch_state(
     nbytes = 8 * anchor.size
     await write_message(writer, m.State(request.fragment, tip, record, peer.clock, digest, nbytes))
     for part in (anchor, momentum):
-        await write_bytes(writer, memoryview(part.astype("<f4", copy=False)).cast("B"))
+        await write_bytes(writer, part.astype("<f4", copy=False).data.cast("B"))
     traffic.state_up += nbytes
     await wait_closed_by_client(reader)
 

@@ -1,0 +1,254 @@
+"""What a round does to one peer's numbers: leave, reduce, install, come back."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from stretto.protocol import outer
+from stretto.protocol.chain import CommitRecord, Member, SignedRecord, after
+from stretto.protocol.codecs import CODECS, get_codec
+from stretto.protocol.digest import digest, payload_digest, state_digest
+from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
+from stretto.protocol.outer import Vector
+from stretto.protocol.schedule import Clock
+from stretto.protocol.simulation import peer_id
+from stretto.protocol.streaming import Contribution, Reduced, StreamingDiLoCo
+from tests.fakes import toy_config
+
+A, B = sorted(peer_id(index) for index in range(2))
+SIZES = (5, 64, 0, 33)
+
+
+def vectors(seed: int) -> list[Vector]:
+    random = np.random.default_rng(seed)
+    return [random.normal(size=size).astype(np.float32) for size in SIZES]
+
+
+def make(codec: str = "fp32", **fields: float) -> StreamingDiLoCo:
+    return StreamingDiLoCo(toy_config(codec=codec, **fields), vectors(0))
+
+
+def signed(diloco: StreamingDiLoCo, fragment: int, members: list[Member], reduced: Reduced) -> SignedRecord:
+    tip = diloco.fragments[fragment].tip
+    record = CommitRecord(
+        run=diloco.config.digest(), fragment=fragment, round=fragment, version=tip.version + 1, prev=tip.head,
+        members=tuple(members), electors=tuple(x.peer for x in members), state=reduced.digest,
+        tokens_total=tip.tokens_total + sum(x.tokens for x in members), clock=Clock(fragment + 1, 0.0, 1.0),
+        coordinator=members[0].peer,
+    )  # fmt: skip
+    return SignedRecord(record, bytes(64))
+
+
+def contribute(diloco: StreamingDiLoCo, fragment: int, local: Vector) -> Contribution:
+    contribution = diloco.leave(fragment, local)
+    diloco.left(contribution)
+    return contribution
+
+
+def commit(diloco: StreamingDiLoCo, fragment: int, by: dict[bytes, Contribution], *, counted: bool) -> Reduced:
+    members = [Member(peer, c.tokens, c.digest) for peer, c in sorted(by.items())]
+    reduced = diloco.reduce(fragment, members, {c.digest: c.payload for c in by.values()})
+    diloco.install(fragment, signed(diloco, fragment, members, reduced), reduced, counted=counted)
+    return reduced
+
+
+def foreign(diloco: StreamingDiLoCo, fragment: int, seed: int, tokens: int = 100) -> Contribution:
+    """Somebody else's contribution to the fragment."""
+    payload = diloco.codec.encode(0.1 * vectors(seed)[fragment])
+    return Contribution(fragment, diloco.fragments[fragment].tip.head, payload, payload_digest(payload), tokens)
+
+
+def test_in_the_beginning_the_anchors_are_the_initial_weights_and_copies() -> None:
+    initial = vectors(0)
+    diloco = StreamingDiLoCo(toy_config(), initial)
+    initial[0][:] = 9
+    for state, weights in zip(diloco.fragments, vectors(0), strict=True):
+        assert state.anchor.tobytes() == weights.tobytes()
+        assert not state.momentum.any()
+        assert (state.tip.version, state.tokens, state.pending) == (0, 0, False)
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_a_contribution_is_the_encoded_outer_gradient(codec: str) -> None:
+    diloco, local = make(codec), vectors(1)
+    diloco.trained(700)
+    for fragment, weights in enumerate(local):
+        contribution = contribute(diloco, fragment, weights)
+        state = diloco.fragments[fragment]
+        expected = get_codec(codec).encode(state.anchor - weights)
+        assert contribution == Contribution(fragment, state.tip.head, expected, payload_digest(expected), 700)
+
+
+def test_a_committed_round_is_the_average_and_a_nesterov_step() -> None:
+    diloco, local = make(alpha=0.25), vectors(1)[1]
+    diloco.trained(300)
+    mine, other = contribute(diloco, 1, local), foreign(diloco, 1, 2)
+    start = diloco.fragments[1].anchor
+    commit(diloco, 1, {A: mine, B: other}, counted=True)
+    gradient = np.zeros(64, np.float32)
+    gradient += np.float32(0.75) * (start - local)
+    gradient += np.float32(0.25) * np.frombuffer(other.payload, "<f4")
+    anchor, momentum = outer.nesterov(start, np.zeros(64, np.float32), gradient, lr=0.4, momentum_factor=0.9)
+    state = diloco.fragments[1]
+    assert state.anchor.tobytes() == anchor.tobytes()
+    assert state.momentum.tobytes() == momentum.tobytes()
+    assert state.tip.version == 1
+    assert state.pending
+    later = local + np.float32(0.5)  # it trained on while the round was under way
+    assert diloco.come_back(1, later).tobytes() == outer.merge(later, anchor, 0.25).tobytes()
+    assert not state.pending
+    assert diloco.come_back(1, later).tobytes() == later.tobytes()  # only once
+
+
+def test_an_uncounted_peer_keeps_its_uncounted_work() -> None:
+    diloco, local = make(alpha=0.0), vectors(1)[1]
+    diloco.trained(300)
+    contribute(diloco, 1, local)
+    old = diloco.fragments[1].anchor
+    commit(diloco, 1, {B: foreign(diloco, 1, 2)}, counted=False)
+    new = diloco.fragments[1].anchor
+    assert np.abs(new - old).max() > 0.01
+    rebased = diloco.come_back(1, local)
+    np.testing.assert_allclose(new - rebased, old - local, rtol=0, atol=1e-6)
+    diloco.trained(50)
+    assert contribute(diloco, 1, rebased).tokens == 350
+
+
+def test_a_download_keeps_uncounted_work_too() -> None:
+    diloco, local = make(alpha=0.0), vectors(1)[1]
+    diloco.trained(300)
+    ahead = make(alpha=0.0)
+    for seed in (2, 3, 4):
+        commit(ahead, 1, {B: foreign(ahead, 1, seed)}, counted=False)
+        ahead.come_back(1, local)
+    theirs, mine = ahead.fragments[1], diloco.fragments[1]
+    old = mine.anchor
+    copy = Reduced(theirs.anchor, theirs.momentum, state_digest(theirs.anchor, theirs.momentum))
+    diloco.replace(1, copy, theirs.tip, theirs.record)
+    assert (mine.tip, mine.anchor.tobytes()) == (theirs.tip, theirs.anchor.tobytes())
+    rebased = diloco.come_back(1, local)
+    np.testing.assert_allclose(mine.anchor - rebased, old - local, rtol=0, atol=1e-6)
+    assert mine.tokens == 300
+
+
+def test_two_moves_before_the_local_weights_meet_them_add_up() -> None:
+    diloco, local = make(), vectors(1)[3]
+    old = diloco.fragments[3].anchor
+    for seed in (2, 3):
+        commit(diloco, 3, {B: foreign(diloco, 3, seed)}, counted=False)
+    new = diloco.fragments[3].anchor
+    np.testing.assert_allclose(new - diloco.come_back(3, local), old - local, rtol=0, atol=1e-6)
+
+
+def test_a_merge_and_a_later_move_before_the_local_weights_meet_them() -> None:
+    diloco, local = make(alpha=0.5), vectors(1)[3]
+    first = contribute(diloco, 3, local)
+    commit(diloco, 3, {A: first}, counted=True)
+    middle = diloco.fragments[3].anchor
+    commit(diloco, 3, {B: foreign(diloco, 3, 2)}, counted=False)
+    new = diloco.fragments[3].anchor
+    expected = outer.merge(local, middle, 0.5) + (new - middle)
+    assert diloco.come_back(3, local).tobytes() == expected.tobytes()
+
+
+def test_an_aborted_round_changes_nothing_and_the_next_contribution_holds_both_cycles() -> None:
+    diloco, local = make(), vectors(1)[1]
+    state = diloco.fragments[1]
+    before = state.anchor, state.momentum, state.tip
+    diloco.trained(300)
+    contribute(diloco, 1, local)
+    # nothing is installed: the round was aborted
+    assert (state.anchor, state.momentum, state.tip) == before
+    assert diloco.come_back(1, local) is local
+    later = local - np.float32(0.125)
+    diloco.trained(200)
+    second = contribute(diloco, 1, later)
+    assert second.tokens == 500
+    assert second.payload == (before[0] - later).astype("<f4").tobytes()
+
+
+def test_tokens_trained_during_the_round_stay_for_the_next_one() -> None:
+    diloco, local = make(), vectors(1)[1]
+    diloco.trained(300)
+    mine = contribute(diloco, 1, local)
+    diloco.trained(20)
+    commit(diloco, 1, {A: mine}, counted=True)
+    assert diloco.fragments[1].tokens == 20
+    assert [diloco.fragments[other].tokens for other in (0, 2, 3)] == [320] * 3
+
+
+def test_arrays_are_replaced_and_never_changed() -> None:
+    diloco, local = make(), vectors(1)[1]
+    anchor, momentum = diloco.fragments[1].anchor, diloco.fragments[1].momentum
+    kept = anchor.copy(), momentum.copy()
+    mine = contribute(diloco, 1, local)
+    commit(diloco, 1, {A: mine}, counted=True)
+    assert (anchor.tobytes(), momentum.tobytes()) == (kept[0].tobytes(), kept[1].tobytes())
+    assert diloco.fragments[1].anchor is not anchor
+
+
+def test_the_order_of_payloads_in_memory_does_not_matter() -> None:
+    diloco = make("e3m0")
+    parts = [foreign(diloco, 1, seed, tokens=10 + seed) for seed in range(5)]
+    members = [Member(peer_id(i), part.tokens, part.digest) for i, part in enumerate(parts)]
+    forward = {part.digest: part.payload for part in parts}
+    backward = dict(reversed(forward.items()))
+    assert diloco.reduce(1, members, forward).digest == diloco.reduce(1, members, backward).digest
+
+
+def test_a_pending_result_must_be_merged_before_the_fragment_leaves_again() -> None:
+    diloco, local = make(), vectors(1)[1]
+    commit(diloco, 1, {A: contribute(diloco, 1, local)}, counted=True)
+    with pytest.raises(LocalProtocolError, match="fragment 1: the last result has not been merged yet"):
+        diloco.leave(1, local)
+    diloco.leave(3, vectors(1)[3])  # the others may
+
+
+def test_a_record_that_does_not_extend_the_chain_is_a_bug_here() -> None:
+    diloco, local = make(), vectors(1)[1]
+    mine = contribute(diloco, 1, local)
+    members = [Member(A, mine.tokens, mine.digest)]
+    reduced = diloco.reduce(1, members, {mine.digest: mine.payload})
+    record = signed(diloco, 1, members, reduced)
+    diloco.install(1, record, reduced, counted=True)
+    with pytest.raises(LocalProtocolError, match="fragment 1: record does not extend this chain"):
+        diloco.install(1, record, reduced, counted=True)
+
+
+def test_other_bits_than_the_records_are_refused_and_change_nothing() -> None:
+    diloco, local = make(), vectors(1)[1]
+    mine = contribute(diloco, 1, local)
+    members = [Member(A, mine.tokens, mine.digest)]
+    reduced = diloco.reduce(1, members, {mine.digest: mine.payload})
+    record = signed(diloco, 1, members, dataclasses.replace(reduced, digest=digest("state", [b"other bits"])))
+    state = diloco.fragments[1]
+    before = state.anchor, state.momentum, state.tip, state.tokens
+    with pytest.raises(RemoteProtocolError, match="the record's state differs from the one computed here"):
+        diloco.install(1, record, reduced, counted=True)
+    assert (state.anchor, state.momentum, state.tip, state.tokens, state.pending) == (*before, False)
+
+
+def test_a_payload_that_does_not_decode_is_the_senders_fault() -> None:
+    diloco = make()
+    short = b"\x00" * 4
+    member = Member(A, 1, payload_digest(short))
+    with pytest.raises(RemoteProtocolError):
+        diloco.reduce(1, [member], {member.payload: short})
+
+
+def test_after_a_commit_the_tip_is_the_records() -> None:
+    diloco, local = make(), vectors(1)[1]
+    diloco.trained(10)
+    reduced = commit(diloco, 1, {A: contribute(diloco, 1, local)}, counted=True)
+    state = diloco.fragments[1]
+    assert state.record is not None
+    assert state.tip == after(state.record.record)
+    assert state.record.record.state == reduced.digest == state_digest(state.anchor, state.momentum)
+    assert (state.tip.tokens_total, state.tip.electors) == (10, (A,))
+
+
+def test_a_fragment_without_weights_works() -> None:
+    diloco = make("e3m0")
+    commit(diloco, 2, {A: contribute(diloco, 2, vectors(1)[2])}, counted=True)
+    assert diloco.come_back(2, vectors(1)[2]).size == 0
