@@ -131,8 +131,7 @@ def bootstrap(
     exit_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Serve a run: an entry for peers that publishes the run config, prints the invite, and does not train."""
-    from stretto.bootstrap.cli import serve_run
-    from stretto.bootstrap.server import BootstrapConfig
+    from stretto.bootstrap.cli import BootstrapConfig, serve_run
     from stretto.node.app import StopSignal, read_run
     from stretto.node.config import default_data_dir
     from stretto.node.console import Console
