@@ -3,7 +3,8 @@
 import threading
 from pathlib import Path
 
-from stretto.bootstrap.server import Bootstrap, BootstrapConfig, is_loopback
+from stretto.bootstrap.server import Bootstrap, is_loopback
+from stretto.bootstrap.server import BootstrapConfig as BootstrapConfig
 from stretto.node.console import Console
 from stretto.node.ports import probe_port
 from stretto.node.swarm.identity import IdentityLock, load_or_create

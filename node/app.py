@@ -462,7 +462,7 @@ def cut_model(run: RunConfig, model: torch.nn.Module) -> FragmentedModel:
 
 def make_peer(run: RunConfig, model: FragmentedModel, identity: Identity, *, can_coordinate: bool) -> Peer:
     """The protocol side of a replica whose local weights are the initial ones."""
-    diloco = StreamingDiLoCo(run, [model.gather(index) for index in range(len(model.specs))])
+    diloco = StreamingDiLoCo(run, (model.gather(index) for index in range(len(model.specs))))
     rules = Rules(
         inner_steps=run.outer.inner_steps,
         fragments=len(model.specs),

@@ -39,6 +39,7 @@ class Sync:
         self.step = 0
         self.estimate = TauEstimate(tau_max=tau_max)
         self.blocked_seconds = 0.0
+        self._alpha = peer.config.outer.alpha
         self._left_at: dict[int, int] = {}
         self._reload = False
 
@@ -54,9 +55,11 @@ class Sync:
         """After ``optimizer.step()``: ``tokens`` were trained on in ``seconds``."""
         self.step += 1
         self.step_lock.release()
+        began = time.perf_counter()
         with self.outer_lock:
             self.peer.diloco.trained(tokens)
             self.estimate = self.estimate.with_step(seconds)
+        self.blocked_seconds += time.perf_counter() - began
 
     def come_back(self) -> list[Merged]:
         """Between two steps: let every result that is due meet the local weights."""
@@ -70,10 +73,9 @@ class Sync:
                 continue
             began = time.perf_counter()
             with self.step_lock:
-                local = self.model.gather(fragment)
                 with self.outer_lock:
-                    local = self.peer.diloco.come_back(fragment, local)
-                self.model.scatter(fragment, local)
+                    result = self.peer.diloco.take_result(fragment)
+                self.model.meet(fragment, result.anchor, result.shift, self._alpha)
             self.blocked_seconds += time.perf_counter() - began
             merged.append(Merged(fragment, tau, counted))
         return merged

@@ -5,7 +5,7 @@ a function of the number of values alone, so a receiver knows it before the firs
 the wire holds (arXiv 2501.18512, section 2.3).
 
 To add one: write a class with the methods of `Codec` (in a file of its own if it has a format to explain, as `fp4`
-does) and put an instance into `CODECS`; the round-trip test takes it from there. No sockets and no state in here: one
+and `blockwise` do) and put an instance into `CODECS`; the round-trip test takes it from there. No sockets and no state in here: one
 instance serves every thread.
 """
 
@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.protocol import fp4
+from stretto.protocol.blockwise import E1M0, E2M1, Int8
 from stretto.protocol.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from stretto.protocol.fp4 import CHUNK, Floats, Payload, check_payload, check_sum, check_values
 
-__all__ = ["BF16", "CODECS", "E3M0", "FP32", "Codec", "Floats", "Payload", "get_codec"]
+__all__ = ["BF16", "CODECS", "E1M0", "E2M1", "E3M0", "FP32", "Codec", "Floats", "Int8", "Payload", "get_codec"]
 
 
 class Codec(Protocol):
@@ -170,7 +171,9 @@ class BF16(_Words):
         return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-CODECS: Mapping[str, Codec] = MappingProxyType({codec.name: codec for codec in (E3M0(), FP32(), BF16())})
+_ALL: tuple[Codec, ...] = (E3M0(), FP32(), BF16(), Int8(), E2M1(), E1M0())
+
+CODECS: Mapping[str, Codec] = MappingProxyType({codec.name: codec for codec in _ALL})
 """Every codec by its name."""
 
 

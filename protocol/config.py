@@ -148,8 +148,10 @@ class WireConfig:
 
     up: str = "e3m0"
     """Contributions."""
-    down: str = "fp32"
+    down: str = "int8"
     """Averages that a reducer returns; groups of up to three exchange contributions only."""
+    error_feedback: bool = False
+    """Whether a peer adds what the codec lost to its next contribution: for 2 bits and fewer, 4 bytes per weight."""
 
     def __post_init__(self) -> None:
         for name in ("up", "down"):
@@ -312,7 +314,12 @@ def _typed(kind: type, name: str, value: Any) -> Any:
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind or not _encodable(value):
-        words = {int: "a whole number of 64 bits", float: "a finite number", str: "a text in quotes"}
+        words = {
+            bool: "true or false",
+            int: "a whole number of 64 bits",
+            float: "a finite number",
+            str: "a text in quotes",
+        }
         raise ConfigError(f"{name} is {value!r}, it must be {words[kind]}")
     return value
 

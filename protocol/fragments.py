@@ -190,6 +190,44 @@ class FragmentedModel:
             for parameter, part in zip(self._parameters[p], self._parts(p, source), strict=True):
                 parameter.data.copy_(part)
 
+    def meet(
+        self,
+        p: int,
+        anchor: NDArray[np.float32] | None,
+        shift: NDArray[np.float32] | None,
+        alpha: float,
+    ) -> None:
+        """Let a result meet the weights of fragment ``p``, tensor by tensor and in place, where the weights are.
+
+        weights = alpha * weights + (1 - alpha) * anchor, then weights += shift; each part may be None. The arithmetic
+        is that of ``stretto.protocol.outer.merge``, bit for bit: FP32, every product and sum rounded on its own. Only
+        one tensor's worth of the anchor is on the weights' device at a time.
+
+        Args:
+            p: index of the fragment.
+            anchor: (numel,) float32 on the host, or None.
+            shift: (numel,) float32 on the host, or None.
+            alpha: share of the present weights that is kept.
+
+        Raises:
+            LocalProtocolError: if an array is of another kind; the model is untouched.
+        """
+        anchors = None if anchor is None else self._parts(p, self._flat(p, anchor, writable=False))
+        shifts = None if shift is None else self._parts(p, self._flat(p, shift, writable=False))
+        with torch.no_grad():
+            for index, parameter in enumerate(self._parameters[p]):
+                weights = parameter.data.float()  # the very weights where they are FP32
+                if anchors is not None and alpha != 1.0:
+                    target = anchors[index].to(weights.device, non_blocking=True)
+                    if alpha == 0.0:
+                        weights.copy_(target)
+                    else:
+                        weights.mul_(alpha).add_(target * (1.0 - alpha))
+                if shifts is not None:
+                    weights.add_(shifts[index].to(weights.device, non_blocking=True))
+                if parameter.dtype != torch.float32:
+                    parameter.data.copy_(weights)
+
     def _flat(self, p: int, array: NDArray[np.float32], *, writable: bool) -> torch.Tensor:
         """A host array as a (numel,) tensor that shares its memory, once it has the right kind."""
         numel = self.specs[p].numel

@@ -50,32 +50,50 @@ def coefficients(tokens: Sequence[int]) -> list[np.float32]:
 
 
 def weighted_average(
-    payloads: Sequence[bytes | memoryview], tokens: Sequence[int], codec: Codec, numel: int
+    payloads: Sequence[bytes | memoryview],
+    tokens: Sequence[int],
+    codec: Codec,
+    numel: int,
+    out: Vector | None = None,
 ) -> Vector:
-    """Average of encoded outer gradients, (numel,) float32. ``payloads`` and ``tokens`` in the order of peer ids."""
-    average = np.zeros(numel, dtype=np.float32)
+    """Average of encoded outer gradients, (numel,) float32. ``payloads`` and ``tokens`` in the order of peer ids.
+
+    Written to ``out`` where given, whatever it held.
+    """
+    average = np.empty(numel, dtype=np.float32) if out is None else out
+    average.fill(0.0)
     for payload, coefficient in zip(payloads, coefficients(tokens), strict=True):
         codec.decode_add(payload, float(coefficient), average)
     return average
 
 
 def nesterov(
-    anchor: Vector, momentum: Vector, gradient: Vector, *, lr: float, momentum_factor: float
+    anchor: Vector,
+    momentum: Vector,
+    gradient: Vector,
+    *,
+    lr: float,
+    momentum_factor: float,
+    anchor_out: Vector | None = None,
+    momentum_out: Vector | None = None,
 ) -> tuple[Vector, Vector]:
     """One outer step. Returns a new (anchor, momentum); the inputs stay as they are.
 
-    All (n,) float32. lr and momentum_factor are rounded to float32 first.
+    All (n,) float32. lr and momentum_factor are rounded to float32 first. The results are written to ``anchor_out``
+    and ``momentum_out`` where given; the latter may be ``gradient`` itself, which saves its memory.
     """
     rate, mu = np.float32(lr), np.float32(momentum_factor)
-    new_anchor, new_momentum = np.empty_like(anchor), np.empty_like(momentum)
+    new_anchor = np.empty_like(anchor) if anchor_out is None else anchor_out
+    new_momentum = np.empty_like(momentum) if momentum_out is None else momentum_out
     for start in range(0, anchor.size, CHUNK):
         part = slice(start, start + CHUNK)
         g = gradient[part]
-        b = np.multiply(momentum[part], mu, out=new_momentum[part])
+        b = momentum[part] * mu
         b += g
         step = b * mu
         step += g
         step *= rate
+        new_momentum[part] = b
         np.subtract(anchor[part], step, out=new_anchor[part])
     return new_anchor, new_momentum
 

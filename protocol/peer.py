@@ -12,7 +12,7 @@ from typing import TypeAlias
 from stretto.protocol import messages as m
 from stretto.protocol.chain import Member, SignedRecord, Tip, after, genesis
 from stretto.protocol.config import RunConfig
-from stretto.protocol.digest import payload_digest, state_digest
+from stretto.protocol.digest import payload_digest
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
 from stretto.protocol.rounds import (
     Aborted,
@@ -207,12 +207,12 @@ class Peer:
             return f"round {push.round} is not going on here"
         if push.nbytes != self.payload_size(push.fragment):
             return f"{push.nbytes} bytes where {self.payload_size(push.fragment)} are due"
-        if push.payload in live.payloads or sender in live.owners:
+        if sender in live.owners:  # not by digest: two peers may contribute the same bytes
             return "already here"
         group = live.round.group
         if group and not any((x.peer, x.payload) == (sender, push.payload) for x in group.members):
             return "not what the group was told of"
-        if len(live.payloads) > self.rules.max_group:
+        if len(live.owners) >= self.rules.max_group:
             return "more contributions than the group can have"
         return None
 
@@ -220,16 +220,23 @@ class Peer:
         """Bytes of an encoded contribution."""
         return self.diloco.codec.nbytes(self.diloco.fragments[fragment].anchor.size)
 
-    def payload_arrived(self, owner: bytes, round: int, payload: bytes, now: float) -> list[Effect]:
-        """The bytes of ``owner``'s contribution are here, pushed by it or fetched; their digest is taken here."""
+    def check_payload(self, round: int, payload: bytes) -> bytes:
+        """The digest of a contribution's bytes. RemoteProtocolError if no codec could have made them.
+
+        Reads every byte, so it belongs in a worker thread; then ``payload_arrived``.
+        """
+        fragment = fragment_of(round, self.fragments)
+        self.diloco.codec.validate(payload, self.diloco.fragments[fragment].anchor.size)
+        return payload_digest(payload)
+
+    def payload_arrived(self, owner: bytes, round: int, payload: bytes, digest: bytes, now: float) -> list[Effect]:
+        """The checked bytes of ``owner``'s contribution are here, pushed by it or fetched from anybody."""
         live = self._live.get(round)
         if live is None or live.over:
             return []
-        self.diloco.codec.validate(payload, self.diloco.fragments[live.round.fragment].anchor.size)
-        name = payload_digest(payload)
-        live.payloads[name] = payload
+        live.payloads[digest] = payload
         live.owners.add(owner)
-        return self._effects(live, live.round.arrived(owner, name, now), now)
+        return self._effects(live, live.round.arrived(owner, digest, now), now)
 
     def fetch_failed(self, source: bytes, round: int, now: float) -> list[Effect]:
         """A fetch came to nothing."""
@@ -285,11 +292,11 @@ class Peer:
     # ------------------------------------------------------------------ repair
 
     def adopt(self, state: m.State, reduced: Reduced) -> bool:
-        """Take over a downloaded state. False if it is no better than the present one.
+        """Take over a downloaded state, sealed by whoever downloaded it. False if it is no better than this peer's.
 
         RemoteProtocolError if digest, record, signature or tip do not fit each other.
         """
-        actual = state_digest(reduced.anchor, reduced.momentum)
+        actual = reduced.digest
         if state.record is None:
             tip = genesis(self.run, state.fragment, actual)
         else:

@@ -24,7 +24,7 @@ from statistics import median
 from typing import TypeAlias
 
 from stretto.protocol import messages as m
-from stretto.protocol.chain import MAX_MEMBERS, CommitRecord, Member, SignedRecord, Tip, check_extends
+from stretto.protocol.chain import CommitRecord, Member, SignedRecord, Tip, check_extends
 from stretto.protocol.digest import digest
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
 from stretto.protocol.schedule import Clock, next_clock
@@ -289,7 +289,8 @@ class Round:
         """Whoever is counted, and earlier electors that are still seen alive."""
         alive = (set(self.candidates) | self.expected) & set(self.tip.electors)
         counted = {member.peer for member in members}
-        others = sorted(alive - counted)[: MAX_MEMBERS - len(counted)]
+        # No more than fit into a group, so that the next one has room for a quorum and for newcomers.
+        others = sorted(alive - counted)[: max(0, self.rules.max_group - len(counted))]
         return tuple(sorted(counted | set(others)))
 
     def tick(self, now: float) -> list[Action]:
@@ -575,9 +576,11 @@ class Round:
 
     def _turn_away_surplus(self, desk: _Desk) -> None:
         """Keep ``max_group`` members: this peer, a quorum, then whoever came first. The rest hear the outcome."""
-        electors = [peer for peer in desk.joined if peer in self.tip.electors]
-        quorum = electors[: len(self.tip.electors) // 2 + 1]
-        order = list(dict.fromkeys([self.me, *quorum, *desk.joined]))
+        chosen = [self.me]
+        for peer in desk.joined:
+            if peer in self.tip.electors and not self.tip.quorum(chosen):
+                chosen.append(peer)
+        order = list(dict.fromkeys([*chosen, *desk.joined]))
         for peer in order[self.rules.max_group :]:
             del desk.joined[peer]
             desk.late.add(peer)

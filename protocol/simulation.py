@@ -17,11 +17,12 @@ import numpy as np
 from stretto.protocol import messages as m
 from stretto.protocol.config import RunConfig
 from stretto.protocol.digest import digest
+from stretto.protocol.errors import ConfigError
 from stretto.protocol.outer import Vector
 from stretto.protocol.peer import Effect, FetchFrom, Over, Peer, PushTo, Repair, Work
 from stretto.protocol.rounds import Aborted, Committed, Rules, Send
 from stretto.protocol.schedule import Clock, fragment_of
-from stretto.protocol.streaming import Reduced, StreamingDiLoCo
+from stretto.protocol.streaming import StreamingDiLoCo, seal
 
 
 class Replica(Protocol):
@@ -112,6 +113,10 @@ class Simulation:
         self._departing = True
         times = list(step_times or [1.0] * len(replicas))
         h, p = config.outer.inner_steps, config.outer.fragments
+        if p < 1:
+            raise ConfigError("a simulation needs outer.fragments: it cannot count them from outer.fragment_bytes")
+        if tau and max(tau) > config.outer.tau_max:
+            raise ConfigError(f"tau is {max(tau)}, it must be at most outer.tau_max ({config.outer.tau_max})")
         unit = float(np.mean(times))
         rules = Rules(
             inner_steps=h,
@@ -292,16 +297,18 @@ class Simulation:
 
     def _pushed(self, sim: SimPeer, target: SimPeer, round: int, payload: bytes) -> None:
         fragment = fragment_of(round, sim.peer.fragments)
-        push = m.Push(fragment, round, digest("payload", [payload]), len(payload))
+        push = m.Push(fragment, round, target.peer.check_payload(round, payload), len(payload))
         if target.peer.expects(sim.peer.me, push) is None:
-            self._carry_out(target, target.peer.payload_arrived(sim.peer.me, round, payload, self.now))
+            self._carry_out(target, target.peer.payload_arrived(sim.peer.me, round, payload, push.payload, self.now))
 
     def _fetch(self, sim: SimPeer, source: SimPeer, effect: FetchFrom) -> None:
         payload = source.peer.payload(effect.round, effect.member.payload)
         if payload is None:
             self._carry_out(sim, sim.peer.fetch_failed(source.peer.me, effect.round, self.now))
         else:
-            self._carry_out(sim, sim.peer.payload_arrived(effect.member.peer, effect.round, payload, self.now))
+            arrived = effect.member
+            effects = sim.peer.payload_arrived(arrived.peer, effect.round, payload, arrived.payload, self.now)
+            self._carry_out(sim, effects)
 
     def _round_over(self, sim: SimPeer, over: Over) -> None:
         self.over.append((sim.index, over))
@@ -311,7 +318,7 @@ class Simulation:
     def _repair(self, sim: SimPeer, source: SimPeer, fragment: int) -> None:
         state = source.peer.diloco.fragments[fragment]
         assert source.peer.clock is not None
-        copy = Reduced(state.anchor, state.momentum, b"")
+        copy = seal(state.anchor, state.momentum)
         answer = m.State(fragment, state.tip, state.record, source.peer.clock, state.tip.head, 8 * state.anchor.size)
         if sim.peer.adopt(answer, copy) and sim.tau == 0:
             self._merge_if_due(sim, fragment)

@@ -13,15 +13,17 @@ that was not counted (it came late, or repaired its state by download) *rebases*
 new - old, to its local weights. Then its next outer gradient, new - (local + new - old) = old - local, still holds
 all the work that nobody has counted yet; a merge with a small alpha would throw it away.
 
+With ``wire.error_feedback`` each contribution also carries what earlier ones lost to the codec, see ``feedback``.
+
 Arrays are never changed in place once they are here: anchors are replaced, so other threads may read them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from stretto.protocol import outer
+from stretto.protocol import feedback, outer
 from stretto.protocol.chain import Member, SignedRecord, Tip, after, genesis
 from stretto.protocol.codecs import Codec, get_codec
 from stretto.protocol.config import RunConfig
@@ -42,6 +44,8 @@ class Contribution:
     payload: bytes
     digest: bytes
     tokens: int
+    residual: Vector | None = field(default=None, compare=False, repr=False)
+    """With error feedback: what the codec loses of it, (n,) float32; in force once the contribution was counted."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,19 @@ class Reduced:
     anchor: Vector
     momentum: Vector
     digest: bytes
+
+
+@dataclass(frozen=True)
+class Result:
+    """What comes back to the local weights: mix them with ``anchor``, then add ``shift``; each may be absent."""
+
+    anchor: Vector | None
+    shift: Vector | None
+
+
+def seal(anchor: Vector, momentum: Vector) -> Reduced:
+    """A state with its digest, taken from the very arrays."""
+    return Reduced(anchor, momentum, state_digest(anchor, momentum))
 
 
 @dataclass
@@ -71,6 +88,10 @@ class FragmentState:
     """A counted round's anchor that the local weights have not met yet."""
     shift: Vector | None = None
     """The anchor's move in rounds that did not count this peer, not yet added to the local weights."""
+    residual: Vector | None = None
+    """With error feedback: what the counted contributions lost to the codec, (n,) float32; None stands for zeros."""
+    residual_left: Vector | None = None
+    """What ``residual`` becomes if the contribution that left last is counted."""
 
     @property
     def pending(self) -> bool:
@@ -78,12 +99,22 @@ class FragmentState:
         return self.merge_with is not None or self.shift is not None
 
 
+def _empty(numel: int) -> Vector:
+    return np.empty(numel, dtype=np.float32)
+
+
 @dataclass
 class StreamingDiLoCo:
-    """The outer side of one replica. ``initial`` holds the initial weights per fragment, (n,) float32 each."""
+    """The outer side of one replica.
+
+    ``initial`` yields the initial weights per fragment, (n,) float32 each; the anchors are copies of them, made one by
+    one.
+    """
 
     config: RunConfig
-    initial: Sequence[Vector]
+    initial: Iterable[Vector]
+    empty: Callable[[int], Vector] = _empty
+    """Makes the arrays that will be anchors and momenta; a node with a GPU hands in one for page-locked memory."""
     fragments: list[FragmentState] = field(init=False)
     codec: Codec = field(init=False)
 
@@ -92,8 +123,9 @@ class StreamingDiLoCo:
         run = self.config.digest()
         self.fragments = []
         for index, weights in enumerate(self.initial):
-            anchor = np.array(weights, dtype=np.float32)
-            momentum = np.zeros_like(anchor)
+            anchor, momentum = self.empty(len(weights)), self.empty(len(weights))
+            anchor[:] = weights
+            momentum.fill(0.0)
             tip = genesis(run, index, state_digest(anchor, momentum))
             self.fragments.append(FragmentState(anchor, momentum, tip))
         self.initial = ()
@@ -112,13 +144,19 @@ class StreamingDiLoCo:
         if state.pending:
             raise LocalProtocolError(f"fragment {fragment}: the last result has not been merged yet")
         head, anchor, tokens = state.tip.head, state.anchor, state.tokens
-        payload = self.codec.encode(outer.outer_gradient(anchor, local))
-        return Contribution(fragment, head, payload, payload_digest(payload), tokens)
+        gradient = outer.outer_gradient(anchor, local)
+        residual: Vector | None = None
+        if self.config.wire.error_feedback:
+            payload, residual = feedback.encode(gradient, state.residual, self.codec)
+        else:
+            payload = self.codec.encode(gradient)
+        return Contribution(fragment, head, payload, payload_digest(payload), tokens, residual)
 
     def left(self, contribution: Contribution) -> None:
         """``contribution`` enters its round."""
         state = self.fragments[contribution.fragment]
         state.tokens_left, state.digest_left = contribution.tokens, contribution.digest
+        state.residual_left = contribution.residual
 
     def reduce(
         self, fragment: int, members: Sequence[Member], payloads: Mapping[bytes, bytes | memoryview]
@@ -130,6 +168,7 @@ class StreamingDiLoCo:
             [member.tokens for member in members],
             self.codec,
             state.anchor.size,
+            out=self.empty(state.anchor.size),
         )
         anchor, momentum = outer.nesterov(
             state.anchor,
@@ -137,8 +176,10 @@ class StreamingDiLoCo:
             average,
             lr=self.config.outer.lr,
             momentum_factor=self.config.outer.momentum,
+            anchor_out=self.empty(state.anchor.size),
+            momentum_out=average,
         )
-        return Reduced(anchor, momentum, state_digest(anchor, momentum))
+        return seal(anchor, momentum)
 
     def install(self, fragment: int, signed: SignedRecord, reduced: Reduced, *, counted: bool) -> None:
         """Make ``reduced`` the fragment's state, as ``signed`` decided. Raises RemoteProtocolError if bits differ."""
@@ -148,8 +189,11 @@ class StreamingDiLoCo:
         if signed.record.state != reduced.digest:
             raise RemoteProtocolError(f"fragment {fragment}: the record's state differs from the one computed here")
         old, state.anchor, state.momentum = state.anchor, reduced.anchor, reduced.momentum
-        state.tip, state.record = after(signed.record), signed
+        if counted:
+            state.residual = state.residual_left
         self._wait_for_local(state, old, counted)
+        # The tip last: a contribution that saw the new one, in another thread, saw all the rest of it too.
+        state.tip, state.record = after(signed.record), signed
 
     def replace(
         self, fragment: int, reduced: Reduced, tip: Tip, record: SignedRecord | None, *, counted: bool = False
@@ -161,17 +205,35 @@ class StreamingDiLoCo:
         """
         state = self.fragments[fragment]
         old, state.anchor, state.momentum = state.anchor, reduced.anchor, reduced.momentum
-        state.tip, state.record = tip, record
+        state.residual = None
         self._wait_for_local(state, old, counted)
+        state.tip, state.record = tip, record
+
+    def reload(self, fragment: int) -> Vector:
+        """The anchor, (n,) float32, to take the place of local weights that are no longer finite.
+
+        All that hung on those is forgotten: a pending result, the tokens behind them, the residual. A contribution
+        that is under way may still be counted.
+        """
+        state = self.fragments[fragment]
+        state.merge_with = state.shift = state.residual = state.residual_left = None
+        state.tokens = state.tokens_left = 0
+        return state.anchor
+
+    def take_result(self, fragment: int) -> "Result":
+        """The pending result, for a driver that applies it to tensors itself; it is pending no more."""
+        state = self.fragments[fragment]
+        result = Result(state.merge_with, state.shift)
+        state.merge_with = state.shift = None
+        return result
 
     def come_back(self, fragment: int, local: Vector) -> Vector:
         """New local weights, (n,) float32, from the present ones and the pending result; clears it."""
-        state = self.fragments[fragment]
-        if state.merge_with is not None:
-            local = outer.merge(local, state.merge_with, self.config.outer.alpha)
-        if state.shift is not None:
-            local = local + state.shift
-        state.merge_with = state.shift = None
+        result = self.take_result(fragment)
+        if result.anchor is not None:
+            local = outer.merge(local, result.anchor, self.config.outer.alpha)
+        if result.shift is not None:
+            local = local + result.shift
         return local
 
     @staticmethod
@@ -183,4 +245,4 @@ class StreamingDiLoCo:
         else:
             move = state.anchor - old
             state.shift = move if state.shift is None else state.shift + move
-        state.tokens_left, state.digest_left = 0, b""
+        state.tokens_left, state.digest_left, state.residual_left = 0, b"", None

@@ -219,12 +219,13 @@ class Exchange:
         try:
             nbytes = self.peer.payload_size(fragment)
             payload = await transfer.fetch(self.host.p2p, self.peer.run, effect.source, request, nbytes, self.traffic)
+            digest = await self._checked(effect.round, payload, request.payload)
         except (*BROKEN, RemoteProtocolError):
             with self.sync.outer_lock:
                 effects = self.peer.fetch_failed(effect.source, effect.round, self.now())
         else:
             with self.sync.outer_lock:
-                effects = self.peer.payload_arrived(effect.member.peer, effect.round, payload, self.now())
+                effects = self.peer.payload_arrived(effect.member.peer, effect.round, payload, digest, self.now())
         self._perform(effects)
 
     async def _repair(self, effect: Repair) -> None:
@@ -308,10 +309,18 @@ class Exchange:
         payload = await transfer.accept_push(self.peer, sender, push, reader, writer, self.traffic)
         if payload is None:
             return
+        digest = await self._checked(push.round, payload, push.payload)
         with self.sync.outer_lock:
-            effects = self.peer.payload_arrived(sender, push.round, payload, self.now())
+            effects = self.peer.payload_arrived(sender, push.round, payload, digest, self.now())
         self._perform(effects)
         await write_message(writer, m.Done())
+
+    async def _checked(self, round: int, payload: bytes, announced: bytes) -> bytes:
+        """The digest of a contribution if it is well-formed and the one that was announced."""
+        digest = await self._in_thread(self.peer.check_payload, round, payload)
+        if digest != announced:
+            raise RemoteProtocolError("contribution does not match its digest")
+        return digest
 
     def _fault(self, sender: bytes, error: RemoteProtocolError) -> None:
         self._say({"event": "fault", "peer": format_peer_id(sender), "what": error.why})

@@ -1,7 +1,8 @@
 """Bulk transfers, one stream each: contributions pushed or fetched, and a fragment's outer state for repair.
 
 Every size is known before a byte of memory is taken: a contribution's from the codec and the own fragment, a state's
-from the own fragment. Every digest is checked before anybody else sees the bytes.
+from the own fragment. Digests are checked before anybody else sees the bytes: a state's here, a contribution's by the
+caller, in a worker thread.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from stretto.node.swarm.streams import (
 )
 from stretto.protocol import messages as m
 from stretto.protocol.chain import Member
-from stretto.protocol.digest import payload_digest, state_digest
+from stretto.protocol.digest import state_digest
 from stretto.protocol.errors import RemoteProtocolError
 from stretto.protocol.peer import Peer
 from stretto.protocol.streaming import Contribution, Reduced
@@ -67,13 +68,11 @@ async def accept_push(
     await write_message(writer, m.Done())
     payload = bytes(await read_bytes(reader, push.nbytes))
     traffic.contributions_down += len(payload)
-    if payload_digest(payload) != push.payload:
-        raise RemoteProtocolError("contribution does not match its digest")
     return payload
 
 
 async def fetch(p2p: P2P, run: bytes, source: bytes, request: m.Fetch, nbytes: int, traffic: Traffic) -> bytes:
-    """A contribution by digest. RemoteProtocolError if ``source`` has it not or sends something else."""
+    """A contribution's bytes, not yet checked. RemoteProtocolError if ``source`` does not offer it."""
     async with open_stream(p2p, source, bulk_name(run)) as (reader, writer):
         await write_message(writer, request)
         answer = await read_message(reader, m.Payload, m.Missing)
@@ -84,8 +83,6 @@ async def fetch(p2p: P2P, run: bytes, source: bytes, request: m.Fetch, nbytes: i
             raise RemoteProtocolError(f"{answer.nbytes} bytes offered where {nbytes} are due")
         payload = bytes(await read_bytes(reader, nbytes))
         traffic.contributions_down += nbytes
-        if payload_digest(payload) != request.payload:
-            raise RemoteProtocolError("fetched contribution does not match its digest")
         return payload
 
 

@@ -8,8 +8,21 @@ from stretto.protocol.errors import ConfigError, LocalProtocolError, RemoteProto
 from stretto.protocol.fp4 import CHUNK
 
 LENGTHS = [0, 1, 2, 3, 255, 256, 257, 1001, CHUNK + 257]
-RELATIVE_ERROR = {"e3m0": 0.21, "fp32": 0.0, "bf16": 2.0**-8}
-"""Largest relative L2 error on normal values; a new codec adds its own here."""
+RELATIVE_ERROR = {
+    "e3m0": (0.19, 0.21),
+    "fp32": (0.0, 0.0),
+    "bf16": (2.0**-10, 2.0**-9),
+    "int8": (0.005, 0.011),
+    "e2m1": (0.10, 0.135),
+    "e1m0": (0.38, 0.54),
+}
+"""Smallest and largest relative L2 error on normal and Laplace values; a new codec adds its own here."""
+EXTREMES = dict.fromkeys(CODECS, (2.0**127, 2.0**-126, 1.0, -(2.0**-100)))
+EXTREMES["int8"] = (2.0**127, 2.0**-119, 1.0, -(2.0**-100))
+EXTREMES["e2m1"] = (1.5 * 2.0**127, 2.0**-126, 1.5, -1.5 * 2.0**-100)
+"""Values that a codec keeps exactly; e2m1 divides the largest by 6."""
+NO_ZERO = {"e1m0"}
+"""Codecs that send a zero among other values as something else."""
 
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
 
@@ -30,7 +43,7 @@ def test_round_trip(codec: Codec, n: int) -> None:
     assert got.dtype == np.float32
     assert got.shape == (n,)
     if n >= 1001:
-        assert np.linalg.norm(got - x) <= RELATIVE_ERROR[codec.name] * np.linalg.norm(x)
+        assert np.linalg.norm(got - x) <= RELATIVE_ERROR[codec.name][1] * np.linalg.norm(x)
     assert codec.decode(codec.encode(got), n).tobytes() == got.tobytes()
     total = np.ones(n, dtype=np.float32)
     codec.decode_add(payload, 0.25, total)
@@ -40,11 +53,26 @@ def test_round_trip(codec: Codec, n: int) -> None:
 
 
 @every_codec
+@pytest.mark.parametrize("shape", ["normal", "laplace"])
+@pytest.mark.parametrize("scale", [1e-30, 3e-4, 1.0, 1e30])
+def test_the_relative_error_is_the_codecs_own_at_every_scale(codec: Codec, shape: str, scale: float) -> None:
+    x = normal(1 << 16) if shape == "normal" else np.random.default_rng(1).laplace(size=1 << 16).astype(np.float32)
+    x *= np.float32(scale)
+    got = codec.decode(codec.encode(x), x.size)
+    error = np.linalg.norm(got.astype(np.float64) - x) / np.linalg.norm(x.astype(np.float64))
+    low, high = RELATIVE_ERROR[codec.name]
+    assert low <= error <= high
+
+
+@every_codec
 def test_zeros_and_extremes_survive(codec: Codec) -> None:
     assert codec.encode(np.zeros(513, dtype=np.float32)) == bytes(codec.nbytes(513))
-    for value in (2.0**127, 2.0**-126, 1.0, -(2.0**-100)):
+    assert codec.decode(bytes(codec.nbytes(513)), 513).tobytes() == bytes(4 * 513)
+    for value in EXTREMES[codec.name]:
         x = np.array([value, -value, 0.0], dtype=np.float32)
-        assert codec.decode(codec.encode(x), 3).tolist() == x.tolist()
+        if codec.name in NO_ZERO:
+            x = x[:2].copy()
+        assert codec.decode(codec.encode(x), x.size).tolist() == x.tolist()
 
 
 @every_codec
@@ -53,7 +81,7 @@ def test_a_payload_of_another_length_is_refused(codec: Codec, n: int) -> None:
     payload = codec.encode(np.ones(n, dtype=np.float32))
     out = normal(n)
     before = out.tobytes()
-    for wrong in (b"", payload[:-1], payload + b"\0", codec.encode(np.ones(n + 2, dtype=np.float32))):
+    for wrong in (b"", payload[:-1], payload + b"\0", codec.encode(np.ones(n + 4, dtype=np.float32))):
         with pytest.raises(
             RemoteProtocolError, match=f"{codec.name} payload of {n} values must be {len(payload)} bytes"
         ):
@@ -143,6 +171,9 @@ def test_words_that_are_not_finite_are_refused_before_the_sum(name: str, word: s
         ("e3m0", "7ae50487"),
         ("fp32", "0000803f000000c00000003f00000000000040400ad723bc"),
         ("bf16", "803f00c0003f0000404024bc"),
+        ("int8", "40402aab15007f00"),
+        ("e2m1", "003fe40207"),
+        ("e1m0", "763f0c09"),
     ],
 )
 def test_golden_bytes(name: str, payload: str) -> None:
@@ -173,7 +204,139 @@ def test_bf16_refuses_what_would_round_to_infinity() -> None:
         get_codec("bf16").encode(x)
 
 
+BLOCKWISE = {"int8": (0x0400, 0x7F7F), "e2m1": (0x0100, 0x7E2A), "e1m0": (0x0080, 0x7EFF)}
+"""Bounds of the scales that are not 0, as bf16 words."""
+
+
+@pytest.mark.parametrize("name", BLOCKWISE)
+def test_every_legal_payload_decodes_to_zeros_and_normal_numbers(name: str) -> None:
+    codec, codes = get_codec(name), bytes(range(256))
+    n = {"int8": 256, "e2m1": 512, "e1m0": 1024}[name]
+    if name == "int8":
+        codes = codes.replace(b"\x80", b"\x81")
+    for word in BLOCKWISE[name]:
+        values = codec.decode(word.to_bytes(2, "little") * (n // 256) + codes, n)
+        assert np.isfinite(values).all()
+        nonzero = np.abs(values[values != 0])
+        assert nonzero.min() >= np.finfo(np.float32).tiny
+        assert nonzero.size > n * 0.8
+        total = np.full(n, -1.0, dtype=np.float32)
+        codec.decode_add(word.to_bytes(2, "little") * (n // 256) + codes, 1.0, total)
+        assert total.tobytes() == (np.float32(-1) + values).tobytes()
+
+
+@pytest.mark.parametrize("name", BLOCKWISE)
+@pytest.mark.parametrize("block", [0, 2])
+def test_scales_out_of_bounds_are_refused_before_the_sum(name: str, block: int) -> None:
+    codec, (low, high) = get_codec(name), BLOCKWISE[name]
+    good = codec.encode(np.ones(601, dtype=np.float32))
+    for word in (1, low - 1, high + 1, 0x7F80, 0x7FC0, 0x8000, 0xBF80, 0xFF80, 0xFFFF):
+        bad = good[: 2 * block] + word.to_bytes(2, "little") + good[2 * block + 2 :]
+        out = np.ones(601, dtype=np.float32)
+        for refuse in (codec.validate, codec.decode):
+            with pytest.raises(RemoteProtocolError, match=rf"scale \S+ of block {block} in an {name} payload must be"):
+                refuse(bad, 601)
+        with pytest.raises(RemoteProtocolError, match="the sender is faulty"):
+            codec.decode_add(bad, 1.0, out)
+        assert out.tobytes() == np.ones(601, dtype=np.float32).tobytes()
+    for word in (0, low, high):
+        codec.validate(good[: 2 * block] + word.to_bytes(2, "little") + good[2 * block + 2 :], 601)
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "bit"), [("e2m1", 3, 4), ("e2m1", 3, 7), ("e1m0", 1, 2), ("e1m0", 2, 4), ("e1m0", 3, 7)]
+)
+def test_unused_bits_must_be_zero(name: str, n: int, bit: int) -> None:
+    codec = get_codec(name)
+    payload = bytearray(codec.encode(np.ones(n, dtype=np.float32)))
+    payload[-1] |= 1 << bit
+    out = np.ones(n, dtype=np.float32)
+    with pytest.raises(RemoteProtocolError, match=f"unused bits at the end of an {name} payload of {n} values"):
+        codec.decode_add(payload, 1.0, out)
+    assert out.tolist() == [1.0] * n
+
+
+def test_int8_refuses_the_code_that_stands_for_nothing() -> None:
+    codec, out = get_codec("int8"), np.ones(3, dtype=np.float32)
+    with pytest.raises(RemoteProtocolError, match="value 1 of an int8 payload has code -128"):
+        codec.decode_add(bytes.fromhex("803f7f8000"), 1.0, out)
+    assert out.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("name", BLOCKWISE)
+@pytest.mark.parametrize("value", [3.4028235e38, 2.0**-127, 2.0**-149])
+def test_values_beyond_the_scales_bounds_take_the_nearest_scale(name: str, value: float) -> None:
+    codec = get_codec(name)
+    x = np.array([value, -value] * 130, dtype=np.float32)
+    got = codec.decode(codec.encode(x), x.size)
+    assert np.abs(got - x).max() <= max(value * 2.0**-7, 2.0**-126)
+    assert np.sign(got).tolist() in ([0.0] * 260, [1.0, -1.0] * 130)
+
+
+def test_int8_rounds_to_even_and_clips_what_the_scale_rounded_away() -> None:
+    codec = get_codec("int8")
+    # A scale of 127 makes the codes the rounded values; 127.25 is nearest to 127 as a bf16.
+    x = np.array([127.25, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, -127.25], dtype=np.float32)
+    payload = codec.encode(x)
+    assert payload[:2] == bytes.fromhex("fe42")
+    assert np.frombuffer(payload[2:], np.int8).tolist() == [127, 0, 2, 2, 0, -2, -126, -127]
+
+
+def test_e2m1_rounds_ties_away_from_zero() -> None:
+    codec = get_codec("e2m1")
+    ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    x = np.array([6.0, *ties, *(-tie for tie in ties)], dtype=np.float32)
+    ups = [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    assert codec.decode(codec.encode(x), 15).tolist() == [6.0, *ups, *(-up for up in ups)]
+    below = np.nextafter(x, np.float32(0))
+    below[0] = 6.0
+    downs = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0]
+    assert codec.decode(codec.encode(below), 15).tolist() == [6.0, *downs, *(-down for down in downs)]
+
+
+def test_e2m1_scales_are_rounded_up() -> None:
+    x = np.array([np.nextafter(np.float32(6), np.float32(7), dtype=np.float32)], dtype=np.float32)
+    assert get_codec("e2m1").encode(x)[:2] == bytes.fromhex("813f")
+    assert get_codec("e2m1").encode(np.array([6], dtype=np.float32))[:2] == bytes.fromhex("803f")
+    # Code 8 is another name of zero.
+    assert get_codec("e2m1").decode(bytes.fromhex("803f08"), 1).tolist() == [0.0]
+
+
+def test_e1m0_chooses_a_scale_that_is_nearly_the_best() -> None:
+    codec = get_codec("e1m0")
+    for x in (normal(256, 3), np.random.default_rng(4).uniform(-1, 1, 256).astype(np.float32)):
+        magnitude = np.abs(x.astype(np.float64))
+
+        def error(scale: float, magnitude: np.ndarray = magnitude) -> float:
+            return float((np.minimum(np.abs(magnitude - scale), np.abs(magnitude - 2 * scale)) ** 2).sum())
+
+        best = min(error(scale) for scale in np.linspace(0.2, 1.2, 1001))
+        got = codec.decode(codec.encode(x), 256).astype(np.float64)
+        assert ((got - x) ** 2).sum() <= 1.01 * best
+
+
+def test_e1m0_parts_two_levels_in_any_mixture() -> None:
+    codec = get_codec("e1m0")
+    for count in (1, 2, 100, 254, 255):
+        x = np.full(256, 1.171875, dtype=np.float32)
+        x[:count] *= -2
+        assert codec.decode(codec.encode(x), 256).tobytes() == x.tobytes()
+        assert codec.encode(x)[:2] == bytes.fromhex("963f")
+
+
+def test_blocks_do_not_touch_each_other() -> None:
+    for name in BLOCKWISE:
+        codec = get_codec(name)
+        x = normal(1001)
+        x[256:512] *= np.float32(1e-20)
+        x[512:768] *= np.float32(1e20)
+        whole = codec.decode(codec.encode(x), 1001)
+        for start in range(0, 1001, 256):
+            part = x[start : start + 256].copy()
+            assert codec.decode(codec.encode(part), part.size).tobytes() == whole[start : start + 256].tobytes()
+
+
 def test_a_name_that_does_not_exist_is_answered_with_those_that_do() -> None:
-    with pytest.raises(ConfigError, match="'fp5'; choose one of bf16, e3m0, fp32"):
+    with pytest.raises(ConfigError, match="'fp5'; choose one of bf16, e1m0, e2m1, e3m0, fp32, int8"):
         get_codec("fp5")
     assert [get_codec(name).name for name in CODECS] == list(CODECS)

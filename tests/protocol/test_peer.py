@@ -1,0 +1,303 @@
+"""What guards a peer between its rounds: unwanted bytes, rounds opened by others, downloads that do not fit."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stretto.protocol import messages as m
+from stretto.protocol.chain import Member, SignedRecord, Tip, genesis
+from stretto.protocol.digest import digest, payload_digest, state_digest
+from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
+from stretto.protocol.peer import Over, Peer, PushTo, Repair, Work
+from stretto.protocol.rounds import Aborted, Committed, Rules, Send
+from stretto.protocol.schedule import Clock
+from stretto.protocol.simulation import Simulation, peer_id
+from stretto.protocol.streaming import Reduced, StreamingDiLoCo, seal
+from tests.fakes import QuadraticReplica, toy_config
+
+ME, A, B, C = (peer_id(index) for index in range(4))
+CONFIG = toy_config(codec="fp32", fragments=2, max_size=3)
+START = [np.arange(5, dtype=np.float32), np.ones(7, np.float32)]
+LOCAL = [weights - np.float32(0.25) for weights in START]
+RULES = Rules(inner_steps=20, fragments=2, min_group=1, max_group=3, window=3.0)
+
+
+def sign(peer: bytes, message: bytes) -> bytes:
+    return digest("test sign", [peer, message]) * 2
+
+
+def make(*others: bytes, **fields: Any) -> Peer:
+    """A peer whose clock says that round r departs at 10 r, with ``others`` in its roster."""
+    arguments: dict[str, Any] = {
+        "me": ME, "config": CONFIG, "diloco": StreamingDiLoCo(CONFIG, START), "rules": RULES,
+        "sign": lambda message: sign(ME, message), "verify": lambda peer, message, s: s == sign(peer, message),
+    }  # fmt: skip
+    peer = Peer(**{**arguments, **fields})
+    peer.adopt_clock(Clock(0, 0.0, 10.0))
+    peer.set_roster(others, others)
+    return peer
+
+
+def depart(peer: Peer, round: int, now: float | None = None) -> list[Any]:
+    contribution = peer.diloco.leave(round % 2, LOCAL[round % 2])
+    return list(peer.depart(round, contribution, rate=1.0, patience=5.0, now=10.0 * round if now is None else now))
+
+
+def join(peer: bytes, round: int, head: bytes, tried: tuple[bytes, ...] = ()) -> m.Join:
+    return m.Join(round % 2, round, head, 0, Member(peer, 10, payload_digest(b"p" * 20)), 1.0, 5.0, tried)
+
+
+def test_alone_a_peer_reduces_and_commits() -> None:
+    peer = make()
+    (work,) = depart(peer, 0)
+    assert isinstance(work, Work)
+    assert peer.busy()
+    (again,) = peer.reduced(work, peer.reduce(work), 0.5)
+    assert isinstance(again, Over)
+    assert isinstance(again.outcome, Committed)
+    assert (again.round, again.fragment, again.counted, again.seconds) == (0, 0, True, 0.5)
+    assert peer.tips()[0].version == 1
+    assert peer.clock == again.outcome.signed.record.clock
+    assert not peer.busy()
+
+
+def test_a_fragment_whose_result_waits_sits_out() -> None:
+    peer = make()
+    (work,) = depart(peer, 0)
+    peer.reduced(work, peer.reduce(work), 0.0)
+    assert peer.sits_out(2) == "the last result of fragment 0 is not merged yet"
+    assert peer.sits_out(1) is None
+    peer.diloco.come_back(0, LOCAL[0])
+    assert peer.sits_out(2) is None
+    peer.repairing.add(0)
+    assert peer.sits_out(2) == "fragment 0 is being repaired"
+
+
+def test_a_contribution_from_an_anchor_that_is_gone_does_not_enter() -> None:
+    peer = make()
+    old = peer.diloco.leave(0, LOCAL[0])
+    (work,) = depart(peer, 0)
+    peer.reduced(work, peer.reduce(work), 0.0)
+    peer.diloco.come_back(0, LOCAL[0])
+    (over,) = peer.depart(2, old, rate=1.0, patience=5.0, now=20.0)
+    assert isinstance(over, Over)
+    assert over.outcome == Aborted("its state changed while the contribution left")
+
+
+def test_a_round_departs_once() -> None:
+    peer = make(A)
+    depart(peer, 0)
+    with pytest.raises(LocalProtocolError, match="round 0 departed twice"):
+        depart(peer, 0)
+
+
+# ---------------------------------------------------------------------- pushes
+
+
+def push(payload: bytes = b"p" * 20, round: int = 0, fragment: int = 0) -> m.Push:
+    return m.Push(fragment, round, payload_digest(payload), len(payload))
+
+
+def arrive(peer: Peer, owner: bytes, payload: bytes, round: int = 0) -> list[Any]:
+    return peer.payload_arrived(owner, round, payload, peer.check_payload(round, payload), 10.0 * round)
+
+
+def test_only_what_is_due_is_let_in_before_any_byte() -> None:
+    peer = make(A, B, C)
+    assert peer.expects(A, push()) == "round 0 is not going on here"
+    depart(peer, 0)
+    assert peer.expects(A, push()) is None
+    assert peer.expects(A, push(b"p" * 21)) == "21 bytes where 20 are due"
+    assert peer.expects(A, push(round=2)) == "round 2 is not going on here"
+    assert peer.expects(A, push(fragment=1)) == "round 0 is not going on here"
+
+
+def test_each_peer_has_one_contribution_and_the_group_a_bounded_number() -> None:
+    peer = make(A, B, C)
+    depart(peer, 0)
+    arrive(peer, A, b"\x00" * 20)
+    assert peer.expects(A, push(b"\x01" * 20)) == "already here"
+    # the same bytes from another peer are that peer's contribution
+    assert peer.expects(B, push(b"\x00" * 20)) is None
+    arrive(peer, B, b"\x00" * 20)
+    arrive(peer, C, b"\x02" * 20)
+    assert peer.expects(peer_id(9), push(b"\x03" * 20)) == "more contributions than the group can have"
+
+
+def test_once_the_group_is_known_only_its_contributions_are_let_in() -> None:
+    peer = make(A, B, can_coordinate=False)
+    (send,) = [effect for effect in depart(peer, 0) if isinstance(effect, Send)]
+    mine = peer.diloco.leave(0, LOCAL[0])
+    members = sorted([Member(ME, 0, mine.digest), Member(A, 10, payload_digest(b"p" * 20))], key=lambda x: x.peer)
+    effects = peer.received(send.to, m.Group(0, 0, tuple(members), 10.0), 0.0)
+    assert [effect.to for effect in effects if isinstance(effect, PushTo)] == [A]
+    assert peer.expects(A, push()) is None
+    assert peer.expects(A, push(b"q" * 20)) == "not what the group was told of"
+    assert peer.expects(B, push()) == "not what the group was told of"
+
+
+def test_a_payload_with_illegal_values_is_the_senders_fault() -> None:
+    peer = make(A)
+    depart(peer, 0)
+    with pytest.raises(RemoteProtocolError):
+        arrive(peer, A, np.full(5, np.nan, "<f4").tobytes())
+    with pytest.raises(RemoteProtocolError):
+        arrive(peer, A, bytes(19))
+
+
+# ---------------------------------------------------------------------- rounds that others open
+
+
+def test_a_join_opens_a_round_that_is_near_and_no_other() -> None:
+    peer = make(A)
+    head = peer.tips()[0].head
+    for round in (4, 6, 100):
+        assert peer.received(A, join(A, round, head), 10.5) == []
+        assert peer.payload(round, bytes(32)) is None
+    assert peer.waiting_for() == []
+    peer.received(A, join(A, 2, head), 10.5)  # next_round(10.5) is 2
+    assert [line.split(":")[0] for line in peer.waiting_for()] == ["round 2"]
+
+
+def test_a_join_of_another_fragment_is_refused() -> None:
+    peer = make(A)
+    depart(peer, 0)
+    with pytest.raises(RemoteProtocolError, match="round 0 is of fragment 0"):
+        peer.received(A, m.Abort(1, 0, "x"), 0.0)
+    assert peer.received(A, dataclasses.replace(join(A, 1, bytes(32)), fragment=0), 0.0) == []
+
+
+def test_nobody_can_end_a_round_by_joining_a_later_or_an_earlier_one() -> None:
+    peer = make(A, B)
+    depart(peer, 2)
+    assert peer.busy()
+    head = peer.tips()[0].head
+    # rounds 4 and 0 are of the same fragment; 4 is near at 20.5, but not due for a long time
+    assert peer.received(A, join(A, 4, head), 20.5) == []
+    assert peer.received(A, join(A, 0, head), 20.5) == []
+    assert peer.busy()
+    # when it is due, the hanging round gives way
+    effects = peer.received(A, join(A, 4, head), 37.5)
+    over = [effect for effect in effects if isinstance(effect, Over)]
+    assert [(effect.round, effect.outcome) for effect in over] == [
+        (2, Aborted("overtaken by a later state of its fragment"))
+    ]
+
+
+def test_messages_of_unknown_rounds_are_ignored() -> None:
+    peer = make(A)
+    for message in (m.Ask(0, 0), m.Abort(0, 0, "x"), m.Have(0, 0, (A,))):
+        assert peer.received(A, message, 0.0) == []
+    assert peer.fetch_failed(A, 0, 0.0) == []
+    assert arrive(peer, A, bytes(20)) == []
+
+
+# ---------------------------------------------------------------------- clocks and repair
+
+
+def test_the_clock_of_the_latest_round_is_in_force_and_of_two_the_earlier_one() -> None:
+    peer = make()
+    assert not peer.adopt_clock(Clock(0, 1.0, 10.0))
+    assert peer.adopt_clock(Clock(5, 60.0, 12.0))
+    assert not peer.adopt_clock(Clock(4, 0.0, 1.0))
+    assert not peer.adopt_clock(Clock(5, 60.0, 13.0))
+    assert peer.adopt_clock(Clock(5, 59.0, 20.0))
+    assert peer.clock == Clock(5, 59.0, 20.0)
+
+
+def test_hearing_of_a_longer_chain_asks_for_one_repair() -> None:
+    peer = make(A)
+    assert peer.hear(A, None, [0, 0]) == []
+    assert peer.hear(A, None, [0, 3]) == [Repair(1, A, "version 0 here, 3 there")]
+    assert peer.hear(A, None, [0, 4]) == []  # one at a time
+    peer.repair_failed(1)
+    assert peer.hear(A, None, [0, 4, 7, 7]) == [Repair(1, A, "version 0 here, 4 there")]
+    depart(peer, 0)
+    assert peer.hear(A, None, [9, 0]) == []  # its round is going on and will say what is wrong
+
+
+def _donor() -> tuple[m.State, Reduced]:
+    """Fragment 1 of a peer that is one commit ahead."""
+    donor = make(me=A, sign=lambda message: sign(A, message))
+    donor.diloco.trained(100)
+    (work,) = depart(donor, 1)
+    donor.reduced(work, donor.reduce(work), 10.0)
+    state = donor.diloco.fragments[1]
+    assert donor.clock is not None
+    copy = seal(state.anchor, state.momentum)
+    return m.State(1, state.tip, state.record, donor.clock, bytes(32), 8 * state.anchor.size), copy
+
+
+def test_a_download_that_fits_its_record_is_adopted() -> None:
+    peer, (state, copy) = make(A), _donor()
+    peer.repairing.add(1)
+    assert peer.adopt(state, copy)
+    assert peer.tips()[1] == state.tip
+    assert peer.diloco.fragments[1].anchor.tobytes() == copy.anchor.tobytes()
+    assert peer.repairing == set()
+    assert state.record is not None
+    assert peer.clock == state.record.record.clock
+    assert not peer.adopt(state, copy)  # no better than what is here now
+
+
+def test_a_download_that_is_worse_than_what_is_here_is_not_adopted() -> None:
+    peer = make(A)
+    peer.diloco.trained(1000)
+    state, copy = _donor()  # 100 tokens
+    peer.set_roster((), ())
+    (work,) = depart(peer, 1)
+    peer.reduced(work, peer.reduce(work), 10.0)  # 1000 tokens
+    tip = peer.tips()[1]
+    assert not peer.adopt(state, copy)
+    assert peer.tips()[1] == tip
+
+
+def test_downloads_that_do_not_fit_are_refused_and_change_nothing() -> None:
+    state, copy = _donor()
+    assert state.record is not None
+    record = state.record.record
+    other = dataclasses.replace(record, run=digest("run", [b"other"]))
+    moved = dataclasses.replace(record, fragment=0)
+    cases = [
+        (state, seal(copy.anchor + np.float32(1), copy.momentum), "does not match its record"),
+        (state, seal(copy.anchor, copy.momentum * 0), "does not match its record"),
+        (dataclasses.replace(state, record=_signed(other)), copy, "does not match its record"),
+        (dataclasses.replace(state, record=_signed(moved)), copy, "does not match its record"),
+        (dataclasses.replace(state, record=SignedRecord(record, bytes(64))), copy, "wrong signature"),
+    ]
+    for bad, arrays, why in cases:
+        peer = make(A)
+        with pytest.raises(RemoteProtocolError, match=why):
+            peer.adopt(bad, arrays)
+        assert peer.tips() == [genesis(peer.run, p, state_digest(w, w * 0)) for p, w in enumerate(START)]
+
+
+def _signed(record: Any) -> SignedRecord:
+    return SignedRecord(record, sign(record.coordinator, record.signed_bytes()))
+
+
+def test_the_tip_in_a_download_is_not_believed() -> None:
+    state, copy = _donor()
+    peer = make(A)
+    lie = Tip(1, 99, bytes(32), 10**9, (A,))
+    assert peer.adopt(dataclasses.replace(state, tip=lie), copy)
+    assert peer.tips()[1] == state.tip
+
+
+def test_a_client_mode_peer_never_coordinates() -> None:
+    peer = make(A, B, can_coordinate=False)
+    depart(peer, 0)
+    effects = [effect for gone in (A, B, A) for effect in peer.lost(gone, 1.0)]  # in whichever order they are tried
+    (over,) = [effect for effect in effects if isinstance(effect, Over)]
+    assert over.outcome == Aborted("no coordinator answered")
+
+
+def test_nothing_of_old_rounds_is_kept() -> None:
+    simulation = Simulation(toy_config(), [QuadraticReplica(index) for index in range(3)], tau=[1] * 3)
+    simulation.run(40)
+    for sim in simulation.peers:
+        kept = [round for round in range(40) if round in sim.peer._live]
+        assert kept == [36, 37, 38, 39]
+        assert [len(sim.peer._live[round].payloads) for round in kept] == [3] * 4
