@@ -85,10 +85,8 @@ class Sync:
         if not self._reload:
             return False
         with self.step_lock, self.outer_lock:
-            for fragment, state in enumerate(self.peer.diloco.fragments):
-                state.merge_with = state.shift = None
-                state.tokens = 0
-                self.model.scatter(fragment, state.anchor)
+            for fragment in range(len(self.model.specs)):
+                self.model.scatter(fragment, self.peer.diloco.reload(fragment))
             self._reload = False
         return True
 

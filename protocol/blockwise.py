@@ -1,8 +1,8 @@
 """Wire formats with one bf16 scale per block of 256 values: ``int8``, ``e2m1`` and ``e1m0``.
 
-A vector is cut into blocks of 256 values, the last one may be short. A payload is ``ceil(n / 256)`` scales, each a bf16
-in two little-endian bytes, then the codes of all values without a gap, the first in the lowest bits; bits that the last
-byte has left over are zero. A value is ``level(code) * scale``:
+A vector is cut into blocks of 256 values, the last one may be short. A payload is ``ceil(n / 256)`` scales, each a
+bf16 in two little-endian bytes, then the codes of all values without a gap, the first in the lowest bits; bits that
+the last byte has left over are zero. A value is ``level(code) * scale``:
 
     name   bits    levels                                  scale                        error (normal, Laplace)
     int8   8.0625  c / 127 for c = -127..127               largest magnitude            .007  .010
@@ -22,6 +22,9 @@ the bounds. Encoding what was decoded gives the same values again.
 This file holds these formats and nothing else. As in ``fp4`` a payload is sized by the local ``n`` only.
 """
 
+from dataclasses import dataclass
+from typing import TypeAlias
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,7 +40,17 @@ from stretto.protocol.fp4 import (
     check_values,
 )
 
-Words = NDArray[np.uint16]
+Words: TypeAlias = NDArray[np.uint16]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Finite values in ``b`` blocks, the last one padded with zeros."""
+
+    values: Floats  # (b, 256)
+    magnitudes: Floats  # (b, 256)
+    top: Floats  # (b,), the largest magnitude of each block
+    sizes: NDArray[np.int32]  # (b,), values in each block, padding not counted
 
 
 class _Blocks:
@@ -53,16 +66,12 @@ class _Blocks:
     largest: int
     table: Floats
 
-    def _scales(self, magnitudes: Floats, top: Floats, sizes: NDArray[np.int32]) -> Words:
-        """Scales of finite blocks as bf16 words, (b,), legal ones.
-
-        ``magnitudes`` is (b, 256), padded with zeros, ``top`` (b,) the largest of each block, ``sizes`` (b,) its
-        number of values.
-        """
+    def _scales(self, cut: _Cut) -> Words:
+        """The blocks' scales as legal bf16 words, (b,)."""
         raise NotImplementedError
 
-    def _codes(self, values: Floats, magnitudes: Floats, scales: Floats) -> Bytes:
-        """Codes (b, 256) of ``values`` (b, 256), one a byte; ``scales`` is (b, 1), none of them 0."""
+    def _codes(self, cut: _Cut, scales: Floats) -> Bytes:
+        """The values' codes, (b, 256), one a byte; ``scales`` is (b, 1) float32, none of them 0."""
         raise NotImplementedError
 
     def _check_codes(self, codes: Bytes) -> None:
@@ -159,9 +168,10 @@ class _Blocks:
         sizes = np.full(words.size, BLOCK, dtype=np.int32)
         sizes[-1] = x.size - (words.size - 1) * BLOCK
         with np.errstate(under="ignore"):
-            scales = self._scales(magnitudes, magnitudes.max(axis=1), sizes)
+            cut = _Cut(values, magnitudes, magnitudes.max(axis=1), sizes)
+            scales = self._scales(cut)
             empty = scales == 0
-            wide = self._codes(values, magnitudes, _floats(np.where(empty, self.smallest, scales))[:, None])
+            wide = self._codes(cut, _floats(np.where(empty, np.uint16(self.smallest), scales))[:, None])
         wide[empty] = 0
         words[:] = scales
         # The codes of one byte as a row; what pads the last block is 0 and may be cut off.
@@ -200,14 +210,14 @@ class Int8(_Blocks):
         self.table = (code.astype(np.float32) / np.float32(127))[:, None]
         self.table.setflags(write=False)
 
-    def _scales(self, magnitudes: Floats, top: Floats, sizes: NDArray[np.int32]) -> Words:
-        words: Words = np.clip(_nearest(top), self.smallest, self.largest)
-        words[top == 0] = 0
+    def _scales(self, cut: _Cut) -> Words:
+        words: Words = np.clip(_nearest(cut.top), self.smallest, self.largest)
+        words[cut.top == 0] = 0
         return words
 
-    def _codes(self, values: Floats, magnitudes: Floats, scales: Floats) -> Bytes:
+    def _codes(self, cut: _Cut, scales: Floats) -> Bytes:
         # Division first: 127 / scale could overflow.
-        ratio = values / scales
+        ratio = cut.values / scales
         ratio *= np.float32(127)
         np.rint(ratio, out=ratio)
         np.clip(ratio, -127, 127, out=ratio)
@@ -242,18 +252,18 @@ class E2M1(_Blocks):
         self._nearest = np.array([*code, *(c | 8 if c else 0 for c in code)], dtype=np.uint8)
         self._nearest.setflags(write=False)
 
-    def _scales(self, magnitudes: Floats, top: Floats, sizes: NDArray[np.int32]) -> Words:
-        bits = (top / np.float32(6)).view(np.uint32)
+    def _scales(self, cut: _Cut) -> Words:
+        bits = (cut.top / np.float32(6)).view(np.uint32)
         up = ((bits + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)
         words: Words = np.clip(up, self.smallest, self.largest)
-        words[top == 0] = 0
+        words[cut.top == 0] = 0
         return words
 
-    def _codes(self, values: Floats, magnitudes: Floats, scales: Floats) -> Bytes:
-        quarters = magnitudes / scales
+    def _codes(self, cut: _Cut, scales: Floats) -> Bytes:
+        quarters = cut.magnitudes / scales
         quarters *= np.float32(4)
         index = quarters.astype(np.uint8)  # at most 24, even where the scale had to be the largest one
-        index |= (values < 0).view(np.uint8) << np.uint8(5)
+        index |= (cut.values < 0).view(np.uint8) << np.uint8(5)
         return np.take(self._nearest, index)
 
 
@@ -281,25 +291,25 @@ class E1M0(_Blocks):
     def __init__(self) -> None:
         self.table = _levels_of_bytes(np.array([1, 2, -1, -2], dtype=np.float32), self.bits)
 
-    def _scales(self, magnitudes: Floats, top: Floats, sizes: NDArray[np.int32]) -> Words:
+    def _scales(self, cut: _Cut) -> Words:
         # The power of two at or below the largest magnitude; lower ones than 2**-126 are of no use here.
-        exponent = np.maximum(np.frexp(top)[1] - 1, -126)
-        unit = magnitudes / np.ldexp(np.float32(1), exponent)[:, None]
+        exponent = np.maximum(np.frexp(cut.top)[1] - 1, -126)
+        unit = cut.magnitudes / np.ldexp(np.float32(1), exponent)[:, None]
         unit *= np.float32(1 << 10)
         whole = np.rint(unit, out=unit).astype(np.int32)
         square = whole * whole
         # 256 squares of at most 2**22 fit into int32.
-        limit = -(-square.sum(axis=1, dtype=np.int32) // sizes)
+        limit = -(-square.sum(axis=1, dtype=np.int32) // cut.sizes)
         high = square >= limit[:, None]
         weighted = whole.sum(axis=1, dtype=np.int32) + (whole * high).sum(axis=1, dtype=np.int32)
-        best = np.ldexp(weighted / (sizes + 3 * np.count_nonzero(high, axis=1)), exponent - 10)
+        best = np.ldexp(weighted / (cut.sizes + 3 * np.count_nonzero(high, axis=1)), exponent - 10)
         words: Words = np.clip(_nearest(best.astype(np.float32)), self.smallest, self.largest)
         words[best < 2.0**-127] = 0
         return words
 
-    def _codes(self, values: Floats, magnitudes: Floats, scales: Floats) -> Bytes:
-        codes = (magnitudes >= np.float32(1.5) * scales).view(np.uint8)
-        codes |= (values < 0).view(np.uint8) << np.uint8(1)
+    def _codes(self, cut: _Cut, scales: Floats) -> Bytes:
+        codes = (cut.magnitudes >= np.float32(1.5) * scales).view(np.uint8)
+        codes |= (cut.values < 0).view(np.uint8) << np.uint8(1)
         return codes
 
 

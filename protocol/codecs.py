@@ -5,8 +5,8 @@ a function of the number of values alone, so a receiver knows it before the firs
 the wire holds (arXiv 2501.18512, section 2.3).
 
 To add one: write a class with the methods of `Codec` (in a file of its own if it has a format to explain, as `fp4`
-and `blockwise` do) and put an instance into `CODECS`; the round-trip test takes it from there. No sockets and no state in here: one
-instance serves every thread.
+and `blockwise` do) and put an instance into `CODECS`; the round-trip test takes it from there. No sockets and no
+state in here: one instance serves every thread.
 """
 
 from collections.abc import Mapping

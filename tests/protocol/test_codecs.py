@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from stretto.protocol.codecs import CODECS, Codec, Floats, get_codec
+from stretto.protocol.digest import payload_digest
 from stretto.protocol.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from stretto.protocol.fp4 import CHUNK
 
@@ -322,6 +323,40 @@ def test_e1m0_parts_two_levels_in_any_mixture() -> None:
         x[:count] *= -2
         assert codec.decode(codec.encode(x), 256).tobytes() == x.tobytes()
         assert codec.encode(x)[:2] == bytes.fromhex("963f")
+
+
+LEVELS = {
+    "int8": [c / 127 for c in range(-127, 128)],
+    "e2m1": [sign * level for sign in (1, -1) for level in (0, 0.5, 1, 1.5, 2, 3, 4, 6)],
+    "e1m0": [1, 2, -1, -2],
+}
+
+
+@pytest.mark.parametrize("name", BLOCKWISE)
+def test_each_value_becomes_the_nearest_of_all_levels_of_its_block(name: str) -> None:
+    codec, n = get_codec(name), CHUNK + 600
+    x = normal(n, 7)
+    payload = codec.encode(x)
+    got = codec.decode(payload, n).astype(np.float64)
+    words = np.frombuffer(payload, "<u2", -(-n // 256))
+    scale = (words.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    for start in (0, 256, CHUNK - 256, CHUNK, CHUNK + 512):
+        part = slice(start, min(start + 256, n))
+        grid = np.array(LEVELS[name]) * scale[start // 256]
+        nearest = np.abs(x[part, None] - grid).min(axis=1)
+        np.testing.assert_allclose(np.abs(got[part] - x[part]), nearest, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("int8", "764be2bf3e1cf5d2"), ("e2m1", "b2f033cd6f501a66"), ("e1m0", "c227076ce6476fd2")],
+)
+def test_golden_digest_of_many_blocks(name: str, expected: str) -> None:
+    # Whole numbers times powers of two from 2**-130 to 2**120, the same on every machine.
+    count = np.arange(CHUNK + 999, dtype=np.uint32)
+    bits = (count * np.uint32(2654435761)).view(np.int32)
+    x = np.ldexp(bits.astype(np.float32), (count // 256 % 252).astype(np.int32) - 161)
+    assert payload_digest(get_codec(name).encode(x)).hex()[:16] == expected
 
 
 def test_blocks_do_not_touch_each_other() -> None:
