@@ -41,6 +41,7 @@ from stretto.protocol.config import RunConfig
 from stretto.protocol.errors import ConfigError
 from stretto.protocol.fragments import FragmentedModel, split_model
 from stretto.protocol.invite import Invite
+from stretto.protocol.outer import Vector
 from stretto.protocol.peer import Peer
 from stretto.protocol.rounds import Rules
 from stretto.protocol.streaming import StreamingDiLoCo
@@ -205,7 +206,7 @@ class Node:
             f"{len(fragments.specs)} fragments of up to {max(spec.numel for spec in fragments.specs):,}"
         )
         metrics = MetricsFile(folder / "metrics.jsonl")
-        peer = make_peer(run, fragments, identity, can_coordinate=not config.client_mode)
+        peer = make_peer(run, fragments, identity, device, can_coordinate=not config.client_mode)
         sync = Sync(fragments, peer, tau_max=run.outer.tau_max, fixed_tau=config.tau)
         stream = TokenStream(corpus.train, run.data.sequence_length, run.data.seed, identity.peer_id_bytes)
         trainer = Trainer(
@@ -460,9 +461,21 @@ def cut_model(run: RunConfig, model: torch.nn.Module) -> FragmentedModel:
     return FragmentedModel(model, specs)
 
 
-def make_peer(run: RunConfig, model: FragmentedModel, identity: Identity, *, can_coordinate: bool) -> Peer:
-    """The protocol side of a replica whose local weights are the initial ones."""
-    diloco = StreamingDiLoCo(run, (model.gather(index) for index in range(len(model.specs))))
+def page_locked(numel: int) -> Vector:
+    """(numel,) float32 in page-locked host memory, which a GPU reads and writes without a copy in between."""
+    tensor = torch.empty(numel, dtype=torch.float32, pin_memory=True)
+    return tensor.numpy()  # keeps the tensor, and torch's allocator takes the memory back when both are gone
+
+
+def make_peer(
+    run: RunConfig, model: FragmentedModel, identity: Identity, device: torch.device, *, can_coordinate: bool
+) -> Peer:
+    """The protocol side of a replica whose local weights are the initial ones.
+
+    Anchors and momenta stay in host memory; only the fragment in hand visits the device (the paper, section 2.5).
+    """
+    initial = (model.gather(index) for index in range(len(model.specs)))
+    diloco = StreamingDiLoCo(run, initial, page_locked) if device.type == "cuda" else StreamingDiLoCo(run, initial)
     rules = Rules(
         inner_steps=run.outer.inner_steps,
         fragments=len(model.specs),

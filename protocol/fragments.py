@@ -249,6 +249,17 @@ class FragmentedModel:
         return [piece.view(shape) for piece, shape in zip(pieces, spec.shapes, strict=True)]
 
 
+def first_not_finite(spec: FragmentSpec, flat: NDArray[np.float32]) -> str | None:
+    """The name of the first tensor of a fragment's (numel,) vector that holds a NaN or an infinity, or None."""
+    start = 0
+    for name, shape in zip(spec.names, spec.shapes, strict=True):
+        stop = start + math.prod(shape)
+        if not np.isfinite(flat[start:stop]).all():
+            return name
+        start = stop
+    return None
+
+
 # --- the model's anatomy ---------------------------------------------------------------------------------------------
 
 

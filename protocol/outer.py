@@ -28,10 +28,10 @@ CHUNK = 1 << 18
 """Elements handled at once, so that temporaries stay in cache and are a few MiB."""
 
 
-def outer_gradient(anchor: Vector, local: Vector) -> Vector:
-    """anchor - local, (n,) float32."""
-    gradient: Vector = np.subtract(anchor, local, dtype=np.float32)
-    return gradient
+def outer_gradient(anchor: Vector, local: Vector, out: Vector | None = None) -> Vector:
+    """anchor - local, (n,) float32, written to ``out`` where given, which may be ``local``."""
+    difference: Vector = np.subtract(anchor, local, out=out, dtype=np.float32)
+    return difference
 
 
 def coefficients(tokens: Sequence[int]) -> list[np.float32]:

@@ -135,16 +135,17 @@ class StreamingDiLoCo:
         for state in self.fragments:
             state.tokens += tokens
 
-    def leave(self, fragment: int, local: Vector) -> Contribution:
+    def leave(self, fragment: int, local: Vector, *, consume: bool = False) -> Contribution:
         """The contribution of the present local weights, (n,) float32. LocalProtocolError if a result is pending.
 
-        Heavy; it only reads, so any thread may run it. ``left`` makes it the one that counts.
+        With ``consume`` the array ``local`` is used as scratch and lost, which saves as much memory. Heavy; it only
+        reads the state, so any thread may run it. ``left`` makes it the one that counts.
         """
         state = self.fragments[fragment]
         if state.pending:
             raise LocalProtocolError(f"fragment {fragment}: the last result has not been merged yet")
         head, anchor, tokens = state.tip.head, state.anchor, state.tokens
-        gradient = outer.outer_gradient(anchor, local)
+        gradient = outer.outer_gradient(anchor, local, out=local if consume else None)
         residual: Vector | None = None
         if self.config.wire.error_feedback:
             payload, residual = feedback.encode(gradient, state.residual, self.codec)

@@ -121,7 +121,7 @@ class Stage:
         diloco = self.peer.diloco
         if diloco.fragments[fragment].pending:
             return
-        contribution = diloco.leave(fragment, self.sync.snapshot(fragment))
+        contribution = diloco.leave(fragment, self.sync.snapshot(fragment), consume=True)
         with self.sync.outer_lock:
             diloco.left(contribution)
         payloads = {**self.others[fragment], contribution.digest: contribution.payload}
