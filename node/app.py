@@ -149,6 +149,7 @@ def run_node(invite_text: str, config: NodeConfig, console: Console, stopping: S
         probe_port(config.host, config.port)
         network = Network(config, console, stopping)
         try:
+            console.start_status(config.seconds_per_status)
             host = network.open(identity, invite)
             signed = network.thread.call(fetch_run(host, invite), stopping=stopping)
             run = check_run(signed, invite)
@@ -181,6 +182,7 @@ class Node:
     losses: list[float] = field(default_factory=list)
     taus: list[int] = field(default_factory=list)
     train_seconds: float = 0.0
+    evaluations: int = 0
     started: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -235,7 +237,7 @@ class Node:
             step_seconds = self.trainer.rehearse(REHEARSAL)
             progress.rate, progress.state = 1 / step_seconds, "ready"
             self.sync.estimate = self.sync.estimate.with_step(step_seconds)
-            self.console.start_status(self.status, self.config.seconds_per_status)
+            self.console.status = self.status
             wait = self.member.await_start(
                 new_run=self.config.new_run,
                 start_peers=self.config.start_peers,
@@ -243,6 +245,7 @@ class Node:
             call(wait, stopping=stopping)
             self._take_over_anchors()
             progress.state = "training"
+            self.network.thread.loop.call_soon_threadsafe(self.member.exchange.begin)
             self.train()
             return self._end()
         except Stopped:
@@ -259,6 +262,7 @@ class Node:
         began = time.monotonic()
         for report in self.trainer.steps(self.swarm_step):
             self._note(report)
+            self._evaluate_if_due()
             if ended.is_set() or stopping():
                 break
         self.train_seconds = time.monotonic() - began
@@ -294,6 +298,22 @@ class Node:
             self.metrics.write(
                 {"event": "merge", "fragment": merged.fragment, "tau": merged.tau, "counted": merged.counted}
             )
+
+    def _evaluate_if_due(self) -> None:
+        """Held-out loss of the local weights, every so many committed rounds."""
+        every, done = self.run.eval.every_rounds, len(self.member.exchange.committed)
+        if every and done // every > self.evaluations:
+            self.evaluations = done // every
+            loss = self.heldout_loss()
+            self.metrics.write({"event": "eval", "rounds": done, "step": self.sync.step, "loss": round(loss, 5)})
+            self.console.say(f"held-out loss {loss:.3f} nats per token after {done} rounds")
+
+    def heldout_loss(self) -> float:
+        """Mean cross-entropy of the local weights on the run's evaluation windows, nats per token."""
+        batches = heldout_batches(
+            self.corpus.heldout, self.run.data.sequence_length, self.config.micro_batch, self.run.eval.sequences
+        )
+        return evaluate(self.trainer.model, batches, self.trainer.device)
 
     def _take_over_anchors(self) -> None:
         """Local weights := anchors, where a state was downloaded."""
@@ -346,10 +366,6 @@ class Node:
     def report(self, *, evaluated: bool) -> dict[str, Any]:
         """What this node did, as plain values."""
         exchange, seconds = self.member.exchange, max(self.train_seconds, 1e-9)
-        sequences = self.run.eval.sequences
-        batches = heldout_batches(
-            self.corpus.heldout, self.run.data.sequence_length, self.config.micro_batch, sequences
-        )
         head, tail = self.losses[:5], self.losses[-10:]
         traffic = exchange.traffic
         return {
@@ -365,7 +381,7 @@ class Node:
             "versions": [tip.version for tip in exchange.peer.tips()],
             "loss_first": sum(head) / len(head) if head else float("nan"),
             "loss_last": sum(tail) / len(tail) if tail else float("nan"),
-            "eval_loss": evaluate(self.trainer.model, batches, self.trainer.device) if evaluated else None,
+            "eval_loss": self.heldout_loss() if evaluated else None,
             "bytes_up": traffic.contributions_up + traffic.state_up + exchange.links.bytes_up,
             "bytes_up_contributions": traffic.contributions_up,
             "bytes_up_state": traffic.state_up,

@@ -5,6 +5,7 @@ Whatever a person can get wrong is printed as one paragraph and ends with exit c
 """
 
 import json
+import logging
 import os
 import sys
 import textwrap
@@ -94,6 +95,9 @@ def quiet_libraries() -> None:
     os.environ.setdefault("GOLOG_LOG_LEVEL", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    logging.basicConfig(level=logging.DEBUG if _debug else logging.WARNING, format="%(message)s")
+    # The loop reports what tasks of the libraries left behind; whoever waited for them has heard already.
+    logging.getLogger("asyncio").setLevel(logging.WARNING if _debug else logging.CRITICAL)
 
 
 @app.command()

@@ -11,7 +11,11 @@ REPEATS = 3
 
 
 class Console:
-    """Prints lines. ``status`` is called every ``seconds`` and its text is printed."""
+    """Prints lines.
+
+    ``status`` makes the line that is printed regularly; at first that is the last message again, since a long phase
+    says nothing of its own.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stdout
@@ -19,6 +23,10 @@ class Console:
         self._last, self._count = "", 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self.status: Callable[[], str] = self._still
+
+    def _still(self) -> str:
+        return self._last if self._last.startswith("still: ") else f"still: {self._last}"
 
     def say(self, text: str) -> None:
         """Print one line."""
@@ -32,12 +40,12 @@ class Console:
                 self._last, self._count, suffix = text, 1, ""
             print(f"{time.strftime('%H:%M:%S')} {text}{suffix}", file=self._stream, flush=True)
 
-    def start_status(self, status: Callable[[], str], seconds: float) -> None:
+    def start_status(self, seconds: float) -> None:
         """Print ``status()`` every ``seconds`` until ``close``."""
 
         def run() -> None:
             while not self._stop.wait(seconds):
-                self.say(status())
+                self.say(self.status())
 
         self._thread = threading.Thread(target=run, name="status", daemon=True)
         self._thread.start()

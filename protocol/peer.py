@@ -126,7 +126,9 @@ class Peer:
         self._live: dict[int, _Live] = {}
         self._candidates: frozenset[bytes] = frozenset()
         self._expected: frozenset[bytes] = frozenset()
-        self.repairing: set[int] = set()
+        self.repairing: dict[int, tuple[bytes, int]] = {}
+        """Fragments that are being downloaded: from whom, and at which version it announced them."""
+        self._no_better: set[tuple[int, bytes, int]] = set()
         self._overtaken: list[Effect] = []
 
     @property
@@ -306,9 +308,11 @@ class Peer:
             if not self._verify(record.coordinator, record.signed_bytes(), state.record.signature):
                 raise RemoteProtocolError("downloaded state comes with a wrong signature")
             tip = after(record)
-        self.repairing.discard(state.fragment)
+        origin = self.repairing.pop(state.fragment, None)
         mine = self.diloco.fragments[state.fragment]
         if not tip.beats(mine.tip):
+            if origin is not None:
+                self._no_better.add((state.fragment, *origin))
             return False
         members = state.record.record.members if state.record else ()
         counted = any((x.peer, x.payload) == (self.me, mine.digest_left) for x in members)
@@ -320,23 +324,33 @@ class Peer:
 
     def repair_failed(self, fragment: int) -> None:
         """The download came to nothing; the next round or the next word from a peer tries again."""
-        self.repairing.discard(fragment)
+        self.repairing.pop(fragment, None)
 
-    def hear(self, source: bytes, clock: Clock | None, versions: Sequence[int]) -> list[Effect]:
-        """What another peer says of itself outside rounds: its clock, and the version of each fragment's chain."""
+    def hear(self, source: bytes, clock: Clock | None, versions: Sequence[int], tokens: Sequence[int]) -> list[Effect]:
+        """What another peer says of itself outside rounds: its clock, version and tokens of each fragment's chain.
+
+        Tokens come first, as in ``Tip.beats``: of two branches of a fork the longer one may be the worse one, and a
+        peer on the better one that heard of versions only would download a state that it then cannot adopt.
+        """
         if clock is not None:
             self.adopt_clock(clock)
         going = {live.round.fragment for live in self._live.values() if not live.over}
         effects: list[Effect] = []
         for fragment, (state, version) in enumerate(zip(self.diloco.fragments, versions, strict=False)):
-            if version > state.tip.version and fragment not in going:
-                effects += self._repair(fragment, source, f"version {state.tip.version} here, {version} there")
+            tip = state.tip
+            better = (tokens[fragment], version) > (tip.tokens_total, tip.version)
+            if better and fragment not in going:
+                why = f"version {tip.version} here, {version} there"
+                effects += self._repair(fragment, source, version, why)
         return effects
 
-    def _repair(self, fragment: int, source: bytes, reason: str) -> list[Effect]:
-        if fragment in self.repairing or source == self.me:
+    def _repair(self, fragment: int, source: bytes, version: int, reason: str) -> list[Effect]:
+        """Download, but not twice what has proved to be no better."""
+        if fragment in self.repairing or source == self.me or (fragment, source, version) in self._no_better:
             return []
-        self.repairing.add(fragment)
+        if len(self._no_better) > 1000:
+            self._no_better.clear()
+        self.repairing[fragment] = (source, version)
         return [Repair(fragment, source, reason)]
 
     # ------------------------------------------------------------------ inside
@@ -433,7 +447,8 @@ class Peer:
         fragment = live.round.fragment
         effects: list[Effect] = [Over(live.round.round, fragment, outcome, counted, max(0.0, now - live.departed))]
         if isinstance(outcome, Outrun):
-            effects += self._repair(fragment, outcome.source, outcome.reason)
+            least = self.diloco.fragments[fragment].tip.version + 1
+            effects += self._repair(fragment, outcome.source, least, outcome.reason)
         return effects
 
     def busy(self) -> bool:

@@ -21,8 +21,9 @@ STATES = ("joining", "ready", "training", "finished", "leaving")
 class PeerRecord:
     """One peer: where it is, what it does, how far it is.
 
-    ``rate`` is in inner steps per second (0 before it is known), ``versions`` counts commits per fragment, ``heads``
-    is one digest over all chain heads, ``tau`` the overlap in inner steps, ``loss`` the latest training loss.
+    ``rate`` is in inner steps per second (0 before it is known), ``versions`` counts commits per fragment and
+    ``chain_tokens`` the tokens in their chains, ``heads`` is one digest over all chain heads, ``tau`` the overlap in
+    inner steps, ``loss`` the latest training loss.
     """
 
     version: str
@@ -36,6 +37,7 @@ class PeerRecord:
     tokens: int
     clock: Clock | None
     versions: tuple[int, ...]
+    chain_tokens: tuple[int, ...]
     heads: bytes
 
     def __post_init__(self) -> None:
@@ -45,8 +47,8 @@ class PeerRecord:
             raise ValueError("too many or too long addresses")
         if not (math.isfinite(self.rate) and self.rate >= 0):
             raise ValueError("rate is not a rate")
-        if len(self.versions) > 256:
-            raise ValueError("too many fragments")
-        for value in (self.step, self.tau, self.tokens, *self.versions):
+        if len(self.versions) > 256 or len(self.chain_tokens) != len(self.versions):
+            raise ValueError("too many fragments, or not as many token counts as versions")
+        for value in (self.step, self.tau, self.tokens, *self.versions, *self.chain_tokens):
             check_count("counter", value)
         check_digest("heads", self.heads)

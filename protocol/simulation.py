@@ -240,8 +240,9 @@ class Simulation:
         for sim in living:
             for other in living:
                 if other is not sim and self.network.connected(sim.index, other.index):
-                    versions = [tip.version for tip in other.peer.tips()]
-                    self._carry_out(sim, sim.peer.hear(other.peer.me, other.peer.clock, versions))
+                    tips = other.peer.tips()
+                    versions, tokens = [tip.version for tip in tips], [tip.tokens_total for tip in tips]
+                    self._carry_out(sim, sim.peer.hear(other.peer.me, other.peer.clock, versions, tokens))
         assert living[0].peer.clock is not None
         self._at(self.now + living[0].peer.clock.interval, 1, self._gossip)
 

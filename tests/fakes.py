@@ -3,7 +3,6 @@
 Toys only: nothing here waits, opens a socket or reads a clock, and everything is drawn from a seed.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -112,8 +111,3 @@ def outer_states(simulation: Simulation, peers: Sequence[int] | None = None) -> 
         )
         for sim in chosen
     ]
-
-
-def with_outer(config: RunConfig, **outer: float) -> RunConfig:
-    """The same run with other fields of ``OuterConfig``."""
-    return dataclasses.replace(config, outer=dataclasses.replace(config.outer, **outer))  # type: ignore[arg-type]

@@ -76,6 +76,7 @@ class Exchange:
         self._woken = asyncio.Event()
         self._settled = asyncio.Event()
         self._clock_set = asyncio.Event()
+        self._trains = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._lost_at: dict[bytes, float] = {}
 
@@ -119,18 +120,24 @@ class Exchange:
             await work
         except asyncio.CancelledError:
             raise
-        except Exception:
-            # A task that dies silently would leave the node alive and useless; the supervisor sees the event.
-            logger.exception("a network task failed")
-            self._say({"event": "fault", "what": "a network task failed", "fatal": True})
+        except Exception as error:
+            # A task that dies silently would leave the node alive and useless; the node ends instead.
+            logger.debug("a network task failed", exc_info=True)
+            what = f"internal error in a network task: {type(error).__name__}: {error}"
+            self._say({"event": "fault", "what": what, "fatal": True})
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
     # ------------------------------------------------------------------ departures
 
+    def begin(self) -> None:
+        """The trainer has begun: from now on rounds depart."""
+        self._trains.set()
+
     async def _departures(self) -> None:
         await self._clock_set.wait()
+        await self._trains.wait()
         target = 0
         while True:
             clock = self.peer.clock
@@ -362,7 +369,7 @@ class Exchange:
                 self.peer.set_roster(candidates, sorted(seen_since))
                 for peer, record in self.roster.peers.items():
                     if record.versions and record.state != "joining":
-                        effects += self.peer.hear(peer, record.clock, record.versions)
+                        effects += self.peer.hear(peer, record.clock, record.versions, record.chain_tokens)
             if self.peer.clock is not None:
                 self._clock_set.set()
             self._perform(effects)

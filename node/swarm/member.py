@@ -58,17 +58,20 @@ class Member:
     async def await_start(self, *, new_run: bool, start_peers: int) -> None:
         """Until the run has a clock and this peer has the state of the peers that are ahead."""
         told = ""
+        targets: dict[int, int] = {}
         while True:
             self.roster.nudge()
             peers = dict(self.roster.peers)
             clock = self.exchange.peer.clock
+            tips = self.exchange.peer.tips()
             ahead = max((max(r.versions, default=0) for r in peers.values() if r.clock is not None), default=0)
-            behind = [
-                fragment
-                for fragment, tip in enumerate(self.exchange.peer.tips())
-                if any(fragment < len(r.versions) and r.versions[fragment] > tip.version for r in peers.values())
-            ]
-            if clock is not None and not behind:
+            for record in peers.values():
+                for tip, version in zip(tips, record.versions, strict=False):
+                    if version > tip.version:
+                        # The swarm goes on meanwhile; what is committed later comes by the ordinary ways.
+                        targets.setdefault(tip.fragment, version)
+            behind = [fragment for fragment, version in targets.items() if tips[fragment].version < version]
+            if clock is not None and not behind and self.roster.read_at:
                 return
             ready = 1 + sum(record.state == "ready" for record in peers.values())
             if clock is None and new_run and not ahead and ready >= start_peers and self.roster.read_at:
@@ -125,6 +128,7 @@ class Member:
             tokens=progress.tokens,
             clock=peer.clock,
             versions=tuple(tip.version for tip in tips),
+            chain_tokens=tuple(tip.tokens_total for tip in tips),
             heads=digest("heads", [tip.head for tip in tips]),
         )
 

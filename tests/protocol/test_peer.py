@@ -40,6 +40,12 @@ def make(*others: bytes, **fields: Any) -> Peer:
     return peer
 
 
+def make_alone(peer: Peer) -> Peer:
+    """The same peer, which now hears of nobody."""
+    peer.set_roster((), ())
+    return peer
+
+
 def depart(peer: Peer, round: int, now: float | None = None) -> list[Any]:
     contribution = peer.diloco.leave(round % 2, LOCAL[round % 2])
     return list(peer.depart(round, contribution, rate=1.0, patience=5.0, now=10.0 * round if now is None else now))
@@ -71,7 +77,7 @@ def test_a_fragment_whose_result_waits_sits_out() -> None:
     assert peer.sits_out(1) is None
     peer.diloco.come_back(0, LOCAL[0])
     assert peer.sits_out(2) is None
-    peer.repairing.add(0)
+    peer.hear(A, None, [9, 0], [10**6, 0])
     assert peer.sits_out(2) == "fragment 0 is being repaired"
 
 
@@ -209,13 +215,34 @@ def test_the_clock_of_the_latest_round_is_in_force_and_of_two_the_earlier_one() 
 
 def test_hearing_of_a_longer_chain_asks_for_one_repair() -> None:
     peer = make(A)
-    assert peer.hear(A, None, [0, 0]) == []
-    assert peer.hear(A, None, [0, 3]) == [Repair(1, A, "version 0 here, 3 there")]
-    assert peer.hear(A, None, [0, 4]) == []  # one at a time
+    assert peer.hear(A, None, [0, 0], [0, 0]) == []
+    assert peer.hear(A, None, [0, 3], [0, 30]) == [Repair(1, A, "version 0 here, 3 there")]
+    assert peer.hear(A, None, [0, 4], [0, 40]) == []  # one at a time
     peer.repair_failed(1)
-    assert peer.hear(A, None, [0, 4, 7, 7]) == [Repair(1, A, "version 0 here, 4 there")]
+    assert peer.hear(A, None, [0, 4, 7, 7], [0, 40, 70, 70]) == [Repair(1, A, "version 0 here, 4 there")]
     depart(peer, 0)
-    assert peer.hear(A, None, [9, 0]) == []  # its round is going on and will say what is wrong
+    assert peer.hear(A, None, [9, 0], [90, 0]) == []  # its round is going on and will say what is wrong
+
+
+def test_of_two_branches_the_one_with_more_tokens_is_repaired_from_not_the_longer_one() -> None:
+    peer = make(A)
+    peer.diloco.trained(1000)
+    (work,) = depart(make_alone(peer), 1)
+    peer.reduced(work, peer.reduce(work), 10.0)
+    assert (peer.tips()[1].version, peer.tips()[1].tokens_total) == (1, 1000)
+    assert peer.hear(A, None, [0, 3], [0, 999]) == []
+    assert peer.hear(A, None, [0, 1], [0, 1000]) == []
+    assert peer.hear(A, None, [0, 1], [0, 1001]) == [Repair(1, A, "version 1 here, 1 there")]
+
+
+def test_what_proved_to_be_no_better_is_not_downloaded_twice() -> None:
+    peer, (state, copy) = make(A), _donor()
+    assert peer.adopt(state, copy)
+    announced = [0, 7], [0, 10**6]  # A says that it is far ahead, and then serves what is here already
+    assert peer.hear(A, None, *announced) == [Repair(1, A, "version 1 here, 7 there")]
+    assert not peer.adopt(state, copy)
+    assert peer.hear(A, None, *announced) == []
+    assert peer.hear(B, None, *announced) == [Repair(1, B, "version 1 here, 7 there")]
 
 
 def _donor() -> tuple[m.State, Reduced]:
@@ -232,11 +259,11 @@ def _donor() -> tuple[m.State, Reduced]:
 
 def test_a_download_that_fits_its_record_is_adopted() -> None:
     peer, (state, copy) = make(A), _donor()
-    peer.repairing.add(1)
+    assert peer.hear(A, None, [0, 1], [0, 100]) != []
     assert peer.adopt(state, copy)
     assert peer.tips()[1] == state.tip
     assert peer.diloco.fragments[1].anchor.tobytes() == copy.anchor.tobytes()
-    assert peer.repairing == set()
+    assert not peer.repairing
     assert state.record is not None
     assert peer.clock == state.record.record.clock
     assert not peer.adopt(state, copy)  # no better than what is here now
@@ -246,8 +273,7 @@ def test_a_download_that_is_worse_than_what_is_here_is_not_adopted() -> None:
     peer = make(A)
     peer.diloco.trained(1000)
     state, copy = _donor()  # 100 tokens
-    peer.set_roster((), ())
-    (work,) = depart(peer, 1)
+    (work,) = depart(make_alone(peer), 1)
     peer.reduced(work, peer.reduce(work), 10.0)  # 1000 tokens
     tip = peer.tips()[1]
     assert not peer.adopt(state, copy)

@@ -1,0 +1,72 @@
+"""Peers that are killed, stopped and come late: the others go on, and in the end all have the same bits."""
+
+import signal
+
+from tests.integration.processes import Lab, heads_equal, micro_run, no_traceback
+
+MANY = "60"
+"""Rounds of a run that goes on for about half a minute."""
+
+
+def test_three_go_on_when_the_fourth_is_killed(lab: Lab) -> None:
+    _, invite = lab.bootstrap(lab.write_run(micro_run(lab.corpus)))
+    nodes = lab.found(invite, 4, "--rounds", "40")
+    nodes[0].commits(3)
+    victim, others = nodes[2], [nodes[0], nodes[1], nodes[3]]
+    victim.daemon()
+    last = max(victim.committed())
+    victim.signal(signal.SIGKILL)
+    victim.all_gone(limit=10)
+    for node in others:
+        assert node.exit_code() == 0, node.tail()
+        no_traceback(node)
+    assert heads_equal(others), lab.logs()
+    for node in others:
+        after = [event for event in node.events("round") if event["round"] > last]
+        committed = [event for event in after if event["outcome"] == "committed"]
+        assert {event["members"] for event in committed} <= {3, 4}
+        assert committed[-1]["round"] == 39
+        # The round in hand may be lost with its member, and the one that departed before anybody could know.
+        assert len(after) - len(committed) <= 2, after
+    assert victim.popen.returncode == -signal.SIGKILL
+
+
+def test_a_late_joiner_catches_up_and_contributes(lab: Lab) -> None:
+    bootstrap, invite = lab.bootstrap(lab.write_run(micro_run(lab.corpus)))
+    nodes = lab.found(invite, 2, "--rounds", MANY)
+    begun = max(nodes[0].commits(3))
+    late = lab.join(invite, "late", "--rounds", MANY)
+    late.see(r"downloading the run's state|repair of fragment \d+: done")
+    nodes.append(late)
+    for node in nodes:
+        assert node.exit_code() == 0, node.tail()
+        no_traceback(node)
+    assert heads_equal(nodes), lab.logs()
+    report = late.report()
+    assert report["versions"] == nodes[0].report()["versions"]
+    assert min(report["rounds_begun"]) > begun
+    counted = [event for event in late.events("round") if event.get("counted")]
+    assert counted, "its contributions count"
+    assert counted[-1]["members"] == 3
+    # It trains from the downloaded weights, not from the initial ones.
+    assert report["loss_first"] < nodes[0].report()["loss_first"] - 0.5
+    no_traceback(bootstrap)
+
+
+def test_a_stopped_peer_holds_nobody_and_comes_back(lab: Lab) -> None:
+    _, invite = lab.bootstrap(lab.write_run(micro_run(lab.corpus)))
+    nodes = lab.found(invite, 3, "--rounds", "80")
+    others, sleeper = nodes[:2], nodes[2]
+    last = max(others[0].commits(3))
+    sleeper.signal(signal.SIGSTOP)
+    for node in others:
+        node.commits(last + 8)
+    two = [event for event in others[0].events("round") if event.get("members") == 2]
+    assert two, "the others commit without it"
+    sleeper.signal(signal.SIGCONT)
+    for node in nodes:
+        assert node.exit_code() == 0, node.tail()
+        no_traceback(node)
+    assert heads_equal(nodes), lab.logs()
+    back = [event for event in sleeper.events("round") if event.get("counted")]
+    assert back[-1]["round"] > last + 8, "its contributions count again"
