@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from stretto.node.cli_bench import bench
 from stretto.protocol.errors import StrettoError
 
 app = typer.Typer(
@@ -25,6 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+app.add_typer(bench, name="bench")
 
 _debug = False
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from stretto.protocol import messages as m
-from stretto.protocol.chain import Member, SignedRecord, Tip, after, genesis
+from stretto.protocol.chain import Member, SignedRecord, Tip, after
 from stretto.protocol.config import RunConfig
 from stretto.protocol.digest import payload_digest
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
@@ -29,7 +29,7 @@ from stretto.protocol.rounds import (
     Send,
     rendezvous_order,
 )
-from stretto.protocol.schedule import Clock, fragment_of
+from stretto.protocol.schedule import Clock, follows, fragment_of
 from stretto.protocol.streaming import Contribution, Reduced, StreamingDiLoCo
 
 
@@ -147,6 +147,12 @@ class Peer:
             self.clock = clock
             return True
         return False
+
+    def adopt_first_clock(self, clocks: Sequence[Clock]) -> None:
+        """Without a clock: take the one that most of the others' clocks fit, the furthest of these."""
+        if self.clock is None and clocks:
+            fits = {clock: sum(follows(clock, other) for other in clocks) for clock in clocks}
+            self.clock = max(clocks, key=lambda clock: (fits[clock], clock.round, -clock.at))
 
     def tips(self) -> list[Tip]:
         """The end of each fragment's chain."""
@@ -298,28 +304,23 @@ class Peer:
 
         RemoteProtocolError if digest, record, signature or tip do not fit each other.
         """
-        actual = reduced.digest
-        if state.record is None:
-            tip = genesis(self.run, state.fragment, actual)
-        else:
-            record = state.record.record
-            if record.run != self.run or record.fragment != state.fragment or record.state != actual:
-                raise RemoteProtocolError("downloaded state does not match its record")
-            if not self._verify(record.coordinator, record.signed_bytes(), state.record.signature):
-                raise RemoteProtocolError("downloaded state comes with a wrong signature")
-            tip = after(record)
         origin = self.repairing.pop(state.fragment, None)
         mine = self.diloco.fragments[state.fragment]
-        if not tip.beats(mine.tip):
+        signed = state.record
+        # An initial state is nothing to take over: whoever has another one waits for the first commit.
+        if signed is not None:
+            record = signed.record
+            if record.run != self.run or record.fragment != state.fragment or record.state != reduced.digest:
+                raise RemoteProtocolError("downloaded state does not match its record")
+            if not self._verify(record.coordinator, record.signed_bytes(), signed.signature):
+                raise RemoteProtocolError("downloaded state comes with a wrong signature")
+        if signed is None or not after(signed.record).beats(mine.tip):
             if origin is not None:
                 self._no_better.add((state.fragment, *origin))
             return False
-        members = state.record.record.members if state.record else ()
-        counted = any((x.peer, x.payload) == (self.me, mine.digest_left) for x in members)
-        self.diloco.replace(state.fragment, reduced, tip, state.record, counted=counted)
+        self.diloco.replace(state.fragment, reduced, signed, me=self.me)
         self._forget(state.fragment)
-        if state.record is not None:
-            self.adopt_clock(state.record.record.clock)
+        self.adopt_clock(signed.record.clock)
         return True
 
     def repair_failed(self, fragment: int) -> None:
@@ -332,7 +333,7 @@ class Peer:
         Tokens come first, as in ``Tip.beats``: of two branches of a fork the longer one may be the worse one, and a
         peer on the better one that heard of versions only would download a state that it then cannot adopt.
         """
-        if clock is not None:
+        if clock is not None and self.clock is not None and follows(self.clock, clock):
             self.adopt_clock(clock)
         going = {live.round.fragment for live in self._live.values() if not live.over}
         effects: list[Effect] = []
@@ -432,11 +433,10 @@ class Peer:
     def _install(self, live: _Live, signed: SignedRecord, now: float) -> list[Effect]:
         assert live.reduced is not None
         record = signed.record
-        counted = any(member.peer == self.me for member in record.members)
         if record.prev != self.diloco.fragments[record.fragment].tip.head:
             return self._over(live, Aborted("the fragment was repaired meanwhile"), False, now)
         try:
-            self.diloco.install(record.fragment, signed, live.reduced, counted=counted)
+            counted = self.diloco.install(record.fragment, signed, live.reduced, me=self.me)
         except RemoteProtocolError as error:
             return self._over(live, Outrun(record.coordinator, str(error)), False, now)
         self.adopt_clock(record.clock)

@@ -179,6 +179,7 @@ class Round:
         self._arrived: dict[bytes, bytes] = {}
         self._commit: SignedRecord | None = None
         self._holders: dict[bytes, list[bytes]] = {}
+        self._asked: dict[bytes, bytes] = {}
         self._wait_until: float | None = None
         self._half_at: float | None = None
         self._asks = 0
@@ -456,14 +457,15 @@ class Round:
             assert self._commit is not None
             return self._finish(Outrun(self._commit.record.coordinator, "a counted contribution could not be fetched"))
         self._wait_until = now + max(self.rules.ask_wait, self.rules.min_exchange)
-        return [Fetch(holders.pop(0), member)]
+        self._asked[member.peer] = holders.pop(0)
+        return [Fetch(self._asked[member.peer], member)]
 
     def _fetch_failed(self, source: bytes, now: float) -> list[Action]:
         assert self._commit is not None
         missing = [x for x in self._commit.record.members if self._arrived.get(x.peer) != x.payload]
         actions: list[Action] = []
         for member in missing:
-            if self.phase is Phase.DECIDED and source not in self._holders[member.peer]:
+            if self.phase is Phase.DECIDED and self._asked.get(member.peer) == source:
                 actions += self._fetch_next(member, now)
         return actions
 

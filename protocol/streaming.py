@@ -31,6 +31,9 @@ from stretto.protocol.digest import payload_digest, state_digest
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
 from stretto.protocol.outer import Vector
 
+MAX_ATTEMPTS = 64
+"""How many contributions from one anchor are remembered. More would be as many aborted rounds in a row."""
+
 
 @dataclass(frozen=True)
 class Contribution:
@@ -80,10 +83,9 @@ class FragmentState:
     record: SignedRecord | None = None
     tokens: int = 0
     """Trained on since this peer's last counted contribution."""
-    tokens_left: int = 0
-    """Of these, how many stand behind the contribution that left last."""
-    digest_left: bytes = b""
-    """Digest of the contribution that left last, as long as nothing has come back."""
+    attempts: dict[bytes, int] = field(default_factory=dict)
+    """Contributions that left since the anchor last moved, by digest, with the tokens behind each. A round that
+    looked aborted here may have been committed elsewhere, so an earlier one may turn out to be counted."""
     merge_with: Vector | None = None
     """A counted round's anchor that the local weights have not met yet."""
     shift: Vector | None = None
@@ -156,7 +158,9 @@ class StreamingDiLoCo:
     def left(self, contribution: Contribution) -> None:
         """``contribution`` enters its round."""
         state = self.fragments[contribution.fragment]
-        state.tokens_left, state.digest_left = contribution.tokens, contribution.digest
+        while len(state.attempts) >= MAX_ATTEMPTS:
+            del state.attempts[next(iter(state.attempts))]
+        state.attempts[contribution.digest] = contribution.tokens
         state.residual_left = contribution.residual
 
     def reduce(
@@ -182,33 +186,37 @@ class StreamingDiLoCo:
         )
         return seal(anchor, momentum)
 
-    def install(self, fragment: int, signed: SignedRecord, reduced: Reduced, *, counted: bool) -> None:
-        """Make ``reduced`` the fragment's state, as ``signed`` decided. Raises RemoteProtocolError if bits differ."""
+    def install(self, fragment: int, signed: SignedRecord, reduced: Reduced, *, me: bytes) -> bool:
+        """Make ``reduced`` the fragment's state, as ``signed`` decided; whether a contribution of ``me`` is counted.
+
+        RemoteProtocolError if the state here has other bits than the record says.
+        """
         state = self.fragments[fragment]
         if signed.record.prev != state.tip.head:
             raise LocalProtocolError(f"fragment {fragment}: record does not extend this chain")
         if signed.record.state != reduced.digest:
             raise RemoteProtocolError(f"fragment {fragment}: the record's state differs from the one computed here")
         old, state.anchor, state.momentum = state.anchor, reduced.anchor, reduced.momentum
-        if counted:
+        counted = self._counted(state, signed, me)
+        if counted is not None:
             state.residual = state.residual_left
         self._wait_for_local(state, old, counted)
         # The tip last: a contribution that saw the new one, in another thread, saw all the rest of it too.
         state.tip, state.record = after(signed.record), signed
+        return counted is not None
 
-    def replace(
-        self, fragment: int, reduced: Reduced, tip: Tip, record: SignedRecord | None, *, counted: bool = False
-    ) -> None:
+    def replace(self, fragment: int, reduced: Reduced, signed: SignedRecord, *, me: bytes) -> None:
         """Take over a downloaded state whose digest was checked; the local weights will be rebased.
 
-        ``counted`` says that ``record`` counts the contribution that left last: then they are merged, since work that
-        is in the anchor must not be contributed again.
+        Where ``signed`` counts a contribution of ``me`` they are merged instead: work that is in the anchor must not
+        be contributed again.
         """
         state = self.fragments[fragment]
+        counted = self._counted(state, signed, me)
         old, state.anchor, state.momentum = state.anchor, reduced.anchor, reduced.momentum
         state.residual = None
         self._wait_for_local(state, old, counted)
-        state.tip, state.record = tip, record
+        state.tip, state.record = after(signed.record), signed
 
     def reload(self, fragment: int) -> Vector:
         """The anchor, (n,) float32, to take the place of local weights that are no longer finite.
@@ -218,7 +226,8 @@ class StreamingDiLoCo:
         """
         state = self.fragments[fragment]
         state.merge_with = state.shift = state.residual = state.residual_left = None
-        state.tokens = state.tokens_left = 0
+        state.tokens = 0
+        state.attempts = dict.fromkeys(state.attempts, 0)
         return state.anchor
 
     def take_result(self, fragment: int) -> "Result":
@@ -238,12 +247,18 @@ class StreamingDiLoCo:
         return local
 
     @staticmethod
-    def _wait_for_local(state: FragmentState, old: Vector, counted: bool) -> None:
+    def _counted(state: FragmentState, signed: SignedRecord, me: bytes) -> int | None:
+        """The tokens behind this peer's contribution in a record, None if it counts none of those that left here."""
+        mine = [member.payload for member in signed.record.members if member.peer == me]
+        return state.attempts.get(mine[0]) if mine else None
+
+    @staticmethod
+    def _wait_for_local(state: FragmentState, old: Vector, counted: int | None) -> None:
         """Keep what ``come_back`` will need: the new anchor to merge with, or its move away from ``old``."""
-        if counted:
+        if counted is not None:
             state.merge_with, state.shift = state.anchor, None
-            state.tokens -= state.tokens_left
+            state.tokens -= counted
         else:
             move = state.anchor - old
             state.shift = move if state.shift is None else state.shift + move
-        state.tokens_left, state.digest_left, state.residual_left = 0, b"", None
+        state.attempts, state.residual_left = {}, None

@@ -144,7 +144,7 @@ class Stage:
             coordinator=_peer(0),
         )
         with self.sync.outer_lock:
-            diloco.install(fragment, SignedRecord(record, bytes(64)), reduced, counted=True)
+            diloco.install(fragment, SignedRecord(record, bytes(64)), reduced, me=_peer(0))
         self.rounds += 1
 
     def train(self, steps: int, *, on: bool) -> list[StepReport]:

@@ -367,6 +367,7 @@ class Exchange:
             effects: list[Effect] = []
             with self.sync.outer_lock:
                 self.peer.set_roster(candidates, sorted(seen_since))
+                self.peer.adopt_first_clock([r.clock for r in self.roster.peers.values() if r.clock is not None])
                 for peer, record in self.roster.peers.items():
                     if record.versions and record.state != "joining":
                         effects += self.peer.hear(peer, record.clock, record.versions, record.chain_tokens)
