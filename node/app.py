@@ -7,9 +7,6 @@ corpus and model, rehearsal (how fast is this machine?), the swarm's state, trai
 import asyncio
 import json
 import os
-import signal
-import sys
-import threading
 import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -20,15 +17,24 @@ import torch
 
 from stretto.node.config import NodeConfig, default_data_dir
 from stretto.node.console import Console
-from stretto.node.data.corpus import Corpus, open_corpus
+from stretto.node.data.corpus import Corpus
 from stretto.node.data.stream import TokenStream, heldout_batches
-from stretto.node.data.tokenizer import load_tokenizer
+from stretto.node.events import event_in_words, run_in_words
 from stretto.node.metrics.jsonl import MetricsFile
 from stretto.node.model import build_model, count_parameters
+from stretto.node.parts import (
+    choose_device,
+    cut_model,
+    last_round,
+    make_peer,
+    open_data,
+)
 from stretto.node.ports import probe_port
+from stretto.node.runfile import check_expected
+from stretto.node.stopping import StopSignal
 from stretto.node.swarm.exchange import Exchange
 from stretto.node.swarm.host import Host, HostConfig, dial_any, socket_dir
-from stretto.node.swarm.identity import Identity, IdentityLock, format_peer_id, load_or_create, verify
+from stretto.node.swarm.identity import Identity, IdentityLock, format_peer_id, load_or_create
 from stretto.node.swarm.member import Member, Progress
 from stretto.node.swarm.records import SignedRecords, roster_key
 from stretto.node.swarm.roster import Roster
@@ -39,57 +45,12 @@ from stretto.node.trainer import StepReport, Trainer, evaluate, make_optimizer
 from stretto.protocol import messages as m
 from stretto.protocol.config import RunConfig
 from stretto.protocol.errors import ConfigError
-from stretto.protocol.fragments import FragmentedModel, split_model
 from stretto.protocol.invite import Invite
-from stretto.protocol.outer import Vector
 from stretto.protocol.peer import Peer
-from stretto.protocol.rounds import Rules
-from stretto.protocol.streaming import StreamingDiLoCo
 
 VERSION = version("stretto-swarm")
 REHEARSAL = 5
 """Forward and backward passes that measure this machine before the run's clock is set."""
-
-
-class StopSignal:
-    """SIGINT and SIGTERM ask to stop; a second one, or nobody listening for 8 s, ends the process at once."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self.exit_code = 0
-
-    def install(self) -> None:
-        """Take the signals; from the main thread."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, _frame: object) -> None:
-        code = 130 if number == signal.SIGINT else 0
-        if self.event.is_set():
-            os._exit(code or 143)
-        self.exit_code = code
-        self.event.set()
-        watchdog = threading.Timer(8.0, os._exit, [code or 143])
-        watchdog.daemon = True
-        watchdog.start()
-
-    def follow_stdin(self) -> None:
-        """Stop when standard input ends: a parent that dies, however it dies, takes its children along."""
-
-        def wait() -> None:
-            # Not sys.stdin: a thread that waits inside its lock makes the interpreter abort at exit.
-            while os.read(0, 1024):
-                pass
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        threading.Thread(target=wait, name="stdin", daemon=True).start()
-
-    def stop(self) -> None:
-        """Ask to stop from inside."""
-        self.event.set()
-
-    def __call__(self) -> bool:
-        return self.event.is_set()
 
 
 @dataclass
@@ -155,7 +116,7 @@ def run_node(invite_text: str, config: NodeConfig, console: Console, stopping: S
             run = check_run(signed, invite)
             check_expected(run, config.expect)
             console.say(f"run {run.name!r}, id {invite.run.hex()[:16]}, signed by {format_peer_id(signed.operator)}")
-            console.say(_in_words(run))
+            console.say(run_in_words(run))
             node = Node.build(run, signed, identity, config, device, network, console)
             return node.live()
         except Stopped:
@@ -398,125 +359,6 @@ class Node:
         }
 
 
-# ---------------------------------------------------------------------- parts
-
-
-def check_expected(run: RunConfig, expect: Path | None) -> None:
-    """ConfigError that names each differing key if the run is not the one in the file ``expect``."""
-    if expect is None:
-        return
-    different = run.differences(read_run(expect))
-    if different:
-        raise ConfigError(
-            f"the run that the invite names is not the one in {expect}; run != file in {'; '.join(different)}. "
-            "Settings of a run are its operator's: ask for an invite to another run, or join without --expect"
-        )
-
-
-def read_run(file: Path) -> RunConfig:
-    """The run config in ``file``. ConfigError names the file."""
-    try:
-        return RunConfig.from_toml(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}. `stretto new {file}` writes one") from None
-    except (ConfigError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: {error}") from None
-
-
-def choose_device(name: str, console: Console) -> torch.device:
-    """The torch device of that name. ConfigError lists the devices if it is not there; ``auto`` says what it took."""
-    available = ["cpu"]
-    if torch.cuda.is_available():
-        available += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
-        available.append("mps")
-    if name == "auto":
-        chosen = available[1] if len(available) > 1 else "cpu"
-        if chosen == "cpu":
-            console.say("WARNING no GPU found, training on the CPU")
-        return torch.device(chosen)
-    if name not in available and not (name == "cuda" and len(available) > 1):
-        raise ConfigError(f"device {name!r} is not available; this machine has {', '.join(available)}")
-    return torch.device(name)
-
-
-def open_data(run: RunConfig, data_dir: Path) -> Corpus:
-    """The run's corpus; it and the tokenizer are checked against the digests in the config."""
-    tokenizer = load_tokenizer(run.data.tokenizer)
-    corpus = open_corpus(run.data.source, tokenizer, cache_dir=data_dir / "cache")
-    pairs = (
-        ("tokenizer", run.data.tokenizer_digest, tokenizer.digest.hex()),
-        ("corpus", run.data.fingerprint, corpus.fingerprint.hex()),
-    )
-    for what, wanted, found in pairs:
-        if wanted and wanted != found:
-            raise ConfigError(
-                f"the run's {what} has fingerprint {wanted[:16]}, the one here {found[:16]}: peers must train on the "
-                f"same data ({run.data.source}, {run.data.tokenizer}). With stdlib that means the same Python version "
-                f"({sys.version.split()[0]} here)"
-            )
-    vocabulary = run.model.get("vocab_size")
-    if isinstance(vocabulary, int) and vocabulary < tokenizer.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size is {vocabulary}, the tokenizer {run.data.tokenizer} needs {tokenizer.vocab_size}"
-        )
-    return corpus
-
-
-def cut_model(run: RunConfig, model: torch.nn.Module) -> FragmentedModel:
-    """The model in fragments as the run wants them."""
-    outer = run.outer
-    specs = split_model(
-        model, count=outer.fragments or None, max_bytes=outer.fragment_bytes or None, pattern=outer.pattern
-    )
-    if outer.inner_steps < len(specs):
-        raise ConfigError(
-            f"outer.fragment_bytes cuts the model into {len(specs)} fragments, more than outer.inner_steps "
-            f"({outer.inner_steps}): make fragments larger or H longer"
-        )
-    return FragmentedModel(model, specs)
-
-
-def page_locked(numel: int) -> Vector:
-    """(numel,) float32 in page-locked host memory, which a GPU reads and writes without a copy in between."""
-    tensor = torch.empty(numel, dtype=torch.float32, pin_memory=True)
-    return tensor.numpy()  # keeps the tensor, and torch's allocator takes the memory back when both are gone
-
-
-def make_peer(
-    run: RunConfig, model: FragmentedModel, identity: Identity, device: torch.device, *, can_coordinate: bool
-) -> Peer:
-    """The protocol side of a replica whose local weights are the initial ones.
-
-    Anchors and momenta stay in host memory; only the fragment in hand visits the device (the paper, section 2.5).
-    """
-    initial = (model.gather(index) for index in range(len(model.specs)))
-    diloco = StreamingDiLoCo(run, initial, page_locked) if device.type == "cuda" else StreamingDiLoCo(run, initial)
-    rules = Rules(
-        inner_steps=run.outer.inner_steps,
-        fragments=len(model.specs),
-        min_group=run.group.min_size,
-        max_group=run.group.max_size,
-        window=run.group.window,
-    )
-    return Peer(
-        me=identity.peer_id_bytes,
-        config=run,
-        diloco=diloco,
-        rules=rules,
-        sign=identity.sign,
-        verify=verify,
-        can_coordinate=can_coordinate,
-    )
-
-
-def last_round(run: RunConfig, fragments: int, limit: int) -> int:
-    """The first round that does not depart any more: the run's end, or the node's own limit."""
-    cycles = run.inner.total_steps / run.outer.inner_steps - 1
-    end = max(1, int(cycles * fragments) + 1)
-    return min(end, limit) if limit else end
-
-
 def _make_member(
     run: RunConfig,
     signed: m.SignedRun,
@@ -532,7 +374,7 @@ def _make_member(
 
     def say(event: dict[str, Any]) -> None:
         metrics.write(event)
-        text = _for_people(event)
+        text = event_in_words(event)
         if text:
             console.say(text)
         if event.get("fatal"):
@@ -556,34 +398,6 @@ def _make_member(
 
     member = network.thread.call(make())
     return member
-
-
-def _in_words(run: RunConfig) -> str:
-    outer, inner = run.outer, run.inner
-    cut = f"{outer.fragments} fragments" if outer.fragments else f"fragments of {outer.fragment_bytes} bytes"
-    return (
-        f"the run: {run.model['model_type']} on {run.data.source}, AdamW lr {inner.lr:g}, {inner.tokens_per_step} "
-        f"tokens per step, H {outer.inner_steps}, {cut}, alpha {outer.alpha:g}, outer lr {outer.lr:g}, "
-        f"tau up to {outer.tau_max}, contributions as {run.wire.up}"
-    )
-
-
-def _for_people(event: dict[str, Any]) -> str | None:
-    kind = event["event"]
-    if kind == "round" and event["outcome"] == "committed":
-        counted = "" if event["counted"] else ", without this peer's contribution"
-        return (
-            f"round {event['round']} (fragment {event['fragment']}) committed by {event['members']} peer(s) "
-            f"in {event['seconds']:.1f} s{counted}"
-        )
-    if kind == "round":
-        return f"round {event['round']} (fragment {event['fragment']}) {event['outcome']}: {event['why']}"
-    if kind == "repair" and event["state"] != "begun":
-        why = event.get("why", f"{event.get('seconds', 0)} s")
-        return f"repair of fragment {event['fragment']}: {event['state']} ({why})"
-    if kind == "fault":
-        return f"WARNING {event.get('peer', '')} {event['what']}".replace("  ", " ")
-    return None
 
 
 def _make_data_dir(config: NodeConfig) -> None:

@@ -139,9 +139,10 @@ def bootstrap(
 ) -> None:
     """Serve a run: an entry for peers that publishes the run config, prints the invite, and does not train."""
     from stretto.bootstrap.cli import BootstrapConfig, serve_run
-    from stretto.node.app import StopSignal, read_run
     from stretto.node.config import default_data_dir
     from stretto.node.console import Console
+    from stretto.node.runfile import read_run
+    from stretto.node.stopping import StopSignal
     from stretto.protocol.invite import check_address
 
     run = read_run(file)
@@ -189,8 +190,9 @@ def join(
 
     Invite.parse(invite)
     node_config = load_node_config(flags, environment=os.environ, file=config)
-    from stretto.node.app import StopSignal, run_node
+    from stretto.node.app import run_node
     from stretto.node.console import Console
+    from stretto.node.stopping import StopSignal
 
     stopping = StopSignal()
     stopping.install()

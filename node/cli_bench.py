@@ -34,9 +34,7 @@ def step(
     """Wall time and memory of training with synchronization against training without."""
     from stretto.node.bench.step import bench_step
 
-    _show(
-        bench_step(blocks=blocks, steps=steps, device=device, threads=threads, memory_rounds=memory_rounds), as_json
-    )
+    _show(bench_step(blocks=blocks, steps=steps, device=device, threads=threads, memory_rounds=memory_rounds), as_json)
 
 
 def _show(result: dict[str, Any], as_json: bool) -> None:

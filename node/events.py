@@ -1,0 +1,35 @@
+"""Events of a node and settings of a run as sentences, for the person in front of it."""
+
+from typing import Any
+
+from stretto.protocol.config import RunConfig
+
+
+def run_in_words(run: RunConfig) -> str:
+    """The run's settings in one line."""
+    outer, inner = run.outer, run.inner
+    cut = f"{outer.fragments} fragments" if outer.fragments else f"fragments of {outer.fragment_bytes} bytes"
+    return (
+        f"the run: {run.model['model_type']} on {run.data.source}, AdamW lr {inner.lr:g}, {inner.tokens_per_step} "
+        f"tokens per step, H {outer.inner_steps}, {cut}, alpha {outer.alpha:g}, outer lr {outer.lr:g}, "
+        f"tau up to {outer.tau_max}, contributions as {run.wire.up}"
+    )
+
+
+def event_in_words(event: dict[str, Any]) -> str | None:
+    """One line for an event, None for those that only the metrics file needs."""
+    kind = event["event"]
+    if kind == "round" and event["outcome"] == "committed":
+        counted = "" if event["counted"] else ", without this peer's contribution"
+        return (
+            f"round {event['round']} (fragment {event['fragment']}) committed by {event['members']} peer(s) "
+            f"in {event['seconds']:.1f} s{counted}"
+        )
+    if kind == "round":
+        return f"round {event['round']} (fragment {event['fragment']}) {event['outcome']}: {event['why']}"
+    if kind == "repair" and event["state"] != "begun":
+        why = event.get("why", f"{event.get('seconds', 0)} s")
+        return f"repair of fragment {event['fragment']}: {event['state']} ({why})"
+    if kind == "fault":
+        return f"WARNING {event.get('peer', '')} {event['what']}".replace("  ", " ")
+    return None

@@ -1,0 +1,46 @@
+"""How a Stretto process is asked to stop: signals, a parent that is gone, or a fault inside."""
+
+import os
+import signal
+import threading
+
+
+class StopSignal:
+    """SIGINT and SIGTERM ask to stop; a second one, or nobody listening for 8 s, ends the process at once."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.exit_code = 0
+
+    def install(self) -> None:
+        """Take the signals; from the main thread."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        code = 130 if number == signal.SIGINT else 0
+        if self.event.is_set():
+            os._exit(code or 143)
+        self.exit_code = code
+        self.event.set()
+        watchdog = threading.Timer(8.0, os._exit, [code or 143])
+        watchdog.daemon = True
+        watchdog.start()
+
+    def follow_stdin(self) -> None:
+        """Stop when standard input ends: a parent that dies, however it dies, takes its children along."""
+
+        def wait() -> None:
+            # Not sys.stdin: a thread that waits inside its lock makes the interpreter abort at exit.
+            while os.read(0, 1024):
+                pass
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=wait, name="stdin", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ask to stop from inside."""
+        self.event.set()
+
+    def __call__(self) -> bool:
+        return self.event.is_set()
