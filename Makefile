@@ -31,12 +31,12 @@ format: $(STAMP) ## rewrite the files as `make check` wants them
 	$(BIN)/ruff check --fix $(SOURCES)
 
 clean: ## remove the virtual environment and everything that was built
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist protocol/*.so src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # One stamp for all that installation depends on. It is written last: a set-up that broke off is done again.
 # The headers are looked for first, since without them pip fails after minutes, with pages of compiler output.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt protocol/_fp4.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "Stretto needs Python 3.10 or newer, and '$(PYTHON)' is not that. Name another: make PYTHON=python3.12" >&2; \
 	  exit 1; }

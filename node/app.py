@@ -19,7 +19,7 @@ from stretto.node.config import NodeConfig, default_data_dir
 from stretto.node.console import Console
 from stretto.node.data.corpus import Corpus
 from stretto.node.data.stream import TokenStream, heldout_batches
-from stretto.node.events import event_in_words, run_in_words
+from stretto.node.events import Narrator, run_in_words
 from stretto.node.metrics.jsonl import MetricsFile
 from stretto.node.model import build_model, count_parameters
 from stretto.node.parts import (
@@ -372,9 +372,11 @@ def _make_member(
     host, progress = network.host, Progress()
     assert host is not None
 
+    narrator = Narrator()
+
     def say(event: dict[str, Any]) -> None:
         metrics.write(event)
-        text = event_in_words(event)
+        text = narrator.line(event, time.monotonic())
         if text:
             console.say(text)
         if event.get("fatal"):

@@ -16,6 +16,36 @@ def run_in_words(run: RunConfig) -> str:
     )
 
 
+class Narrator:
+    """Which events are worth a line now: each kind of event at most every ``pause`` seconds while it stays the same.
+
+    In a run with a round per second nobody reads a line per round; the metrics file has them all.
+    """
+
+    def __init__(self, pause: float = 10.0) -> None:
+        self._pause = pause
+        self._said: dict[str, float] = {}
+        self._skipped: dict[str, int] = {}
+
+    def line(self, event: dict[str, Any], now: float) -> str | None:
+        """The line for ``event`` at monotonic time ``now``, None if nothing needs to be said."""
+        text = event_in_words(event)
+        if text is None:
+            return None
+        key = " ".join(str(event.get(name, "")) for name in ("event", "outcome", "state", "why", "what", "peer"))
+        if event.get("members") is not None:
+            key += f" {event['members']} {event['counted']}"
+        if now - self._said.get(key, -self._pause) < self._pause:
+            self._skipped[key] = self._skipped.get(key, 0) + 1
+            return None
+        if len(self._said) > 200:
+            self._said.clear()
+            self._skipped.clear()
+        self._said[key] = now
+        skipped = self._skipped.pop(key, 0)
+        return f"{text} (and {skipped} more like it)" if skipped else text
+
+
 def event_in_words(event: dict[str, Any]) -> str | None:
     """One line for an event, None for those that only the metrics file needs."""
     kind = event["event"]

@@ -16,31 +16,89 @@ and no mantissa, and sums them in FP32. The paper leaves scale, blocks, zero and
 Every level is a power of two, which is why a sum with equal weights is exact, and the same in any order, as long as
 the blocks that meet lie within about 15 octaves of each other (8 peers). Other weights need a fixed order of peers.
 
-This file holds the format and nothing else, but for the three checks at its head, which all wire codecs share. A
-payload is only ever sized by ``n``, which comes from the local model and never from a peer.
+Three paths write and read the same bytes:
+
+    c       `_fp4`, a C extension, at the speed of memory; there if a compiler was there at installation
+    numpy   `fp4_numpy`, always there
+    torch   `fp4_torch`, for tensors on any device: they are encoded before they are copied to the host
+
+The first two lie behind the functions of this file, which takes the fastest of them (``path_name`` says which). This
+file holds the format, what is legal in it, and that choice, and three checks that all wire codecs share. A payload is
+only ever sized by ``n``, which comes from the local model and never from a peer.
 """
 
-import math
-from typing import TypeAlias
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Literal, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.protocol import fp4_numpy
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
+from stretto.protocol.fp4_numpy import BLOCK, MAX_SCALE, Bytes, Floats
 
-Floats: TypeAlias = NDArray[np.float32]
-Bytes: TypeAlias = NDArray[np.uint8]
+__all__ = [
+    "BLOCK", "CHUNK", "MAX_SCALE", "PATHS", "Bytes", "Floats", "Kernel", "Payload", "Word",
+    "add_into", "check_payload", "check_sum", "check_values", "decode", "decode_add", "encode", "encode_into",
+    "encode_words", "nbytes", "parts", "path_name", "use_path", "validate",
+]  # fmt: skip
+
 Payload: TypeAlias = bytes | bytearray | memoryview
+Word: TypeAlias = Literal["bf16", "fp16"]
+"""The 16-bit formats that can be encoded, besides FP32."""
 
-BLOCK = 256
-"""Values that share one scale byte."""
 CHUNK = 1 << 18
-"""Values handled at a time (a multiple of BLOCK): the temporaries stay in cache and below a few MiB."""
-MAX_SCALE = 247
-"""Largest legal scale byte: its level 7 is 2**127, the largest power of two in FP32."""
+"""Values handled at a time by whoever needs temporaries (a multiple of BLOCK): they stay below a few MiB."""
 
-_TOO_BIG = 0x7F40
-"""Upper half of the FP32 bits of 1.5 * 2**127, the first value that rounds up to 2**128; inf and nan lie above."""
+
+class Kernel(Protocol):
+    """The inner loops of a path. Arguments have been checked; `fp4_numpy` says what the functions do."""
+
+    def encode(self, x: Floats, /) -> bytes | None: ...
+    def encode_into(self, x: Floats, scales: Bytes, codes: Bytes, /) -> bool: ...
+    def add_into(self, scales: Bytes, codes: Bytes, weight: float, out: Floats, /) -> None: ...
+
+
+def _built() -> dict[str, Kernel]:
+    """The paths of this installation, the fastest first."""
+    try:
+        from stretto.protocol import _fp4
+    except ImportError:  # there was no compiler when Stretto was installed
+        return {"numpy": fp4_numpy}
+    return {"c": _fp4, "numpy": fp4_numpy}
+
+
+PATHS: Mapping[str, Kernel] = MappingProxyType(_built())
+"""The paths behind `encode` and `decode_add`, the fastest first."""
+
+_path = next(iter(PATHS))
+
+
+def path_name() -> str:
+    """The path that encodes and decodes arrays in this process: "c" or "numpy"."""
+    return _path
+
+
+@contextmanager
+def use_path(name: str) -> Iterator[None]:
+    """Take another path for a while, in all threads: for tests and benchmarks.
+
+    Raises:
+        LocalProtocolError: if this installation has no such path.
+    """
+    global _path
+    if name not in PATHS:
+        raise LocalProtocolError(
+            f"the e3m0 codec has no path {name!r} here, only {' and '.join(PATHS)}; 'c' is built when Stretto is "
+            "installed on a machine with a C compiler"
+        )
+    before, _path = _path, name
+    try:
+        yield
+    finally:
+        _path = before
 
 
 def check_values(x: Floats, what: str) -> None:
@@ -108,18 +166,49 @@ def encode(x: Floats) -> bytes:
         LocalProtocolError: if ``x`` is of another kind, or holds a nan, an inf or a magnitude of 1.5 * 2**127 or more.
     """
     check_values(x, "an outer gradient")
-    n = x.size
-    payload = np.empty(nbytes(n), dtype=np.uint8)
-    scales, codes = _parts(payload, n)
-    for start in range(0, n, CHUNK):
-        stop = min(start + CHUNK, n)
-        _encode_chunk(
-            x[start:stop],
-            start,
-            scales[start // BLOCK : -(-stop // BLOCK)],
-            codes[start // 2 : (stop + 1) // 2],
-        )
-    return payload.tobytes()
+    payload = PATHS[_path].encode(x)
+    if payload is None:
+        _refuse(x, 0)
+    return payload
+
+
+def encode_words(words: NDArray[np.uint16], kind: Word) -> bytes:
+    """Encode (n,) values of a 16-bit format, given as the uint16 that hold their bits; numpy knows no bf16.
+
+    Every value of either format is a value of FP32, so the payload is the one of the values in FP32.
+
+    Raises:
+        LocalProtocolError: as `encode`.
+    """
+    if (
+        not isinstance(words, np.ndarray)
+        or words.dtype != np.uint16
+        or words.ndim != 1
+        or not words.flags.c_contiguous
+    ):
+        raise LocalProtocolError(f"{kind} values must be handed in as a contiguous uint16 array of shape (n,)")
+    body = np.empty(nbytes(words.size), dtype=np.uint8)
+    scales, codes = _cut(body, words.size)
+    for start in range(0, words.size, CHUNK):
+        stop = min(start + CHUNK, words.size)
+        part = slice(start // BLOCK, -(-stop // BLOCK)), slice(start // 2, (stop + 1) // 2)
+        encode_into(_widen(words[start:stop], kind), scales[part[0]], codes[part[1]], first=start)
+    return body.tobytes()
+
+
+def encode_into(x: Floats, scales: Bytes, codes: Bytes, *, first: int = 0) -> None:
+    """Encode a piece of a vector: (n,) float32 into (ceil(n / 256),) and (ceil(n / 2),) bytes of its payload.
+
+    Pieces that start at multiples of 256 can be encoded apart, by several threads. ``first`` is the piece's first
+    value, for the error.
+
+    Raises:
+        LocalProtocolError: as `encode`, or if the sizes do not go together.
+    """
+    check_values(x, "an outer gradient")
+    _check_parts(scales, codes, x.size)
+    if not PATHS[_path].encode_into(x, scales, codes):
+        _refuse(x, first)
 
 
 def validate(payload: Payload, n: int) -> None:
@@ -128,7 +217,7 @@ def validate(payload: Payload, n: int) -> None:
     Raises:
         RemoteProtocolError: if the length is wrong, a scale byte is above 247, or the unused nibble is not zero.
     """
-    _legal_parts(payload, n)
+    parts(payload, n)
 
 
 def decode(payload: Payload, n: int) -> Floats:
@@ -137,11 +226,9 @@ def decode(payload: Payload, n: int) -> Floats:
     Raises:
         RemoteProtocolError: if the payload is not a legal one for ``n`` values.
     """
-    scales, codes = _legal_parts(payload, n)
-    values = np.empty(n, dtype=np.float32)
-    for start in range(0, n, CHUNK):
-        stop = min(start + CHUNK, n)
-        values[start:stop] = _decode_chunk(scales, codes, start, stop)
+    scales, codes = parts(payload, n)
+    values = np.zeros(n, dtype=np.float32)
+    PATHS[_path].add_into(scales, codes, 1.0, values)
     return values
 
 
@@ -156,25 +243,28 @@ def decode_add(payload: Payload, weight: float, out: Floats) -> None:
         LocalProtocolError: if ``out`` or ``weight`` is unfit; ``out`` is untouched.
     """
     factor = check_sum(out, weight)
-    scales, codes = _legal_parts(payload, out.size)
-    with np.errstate(over="ignore", under="ignore"):
-        for start in range(0, out.size, CHUNK):
-            stop = min(start + CHUNK, out.size)
-            values = _decode_chunk(scales, codes, start, stop)
-            if factor != 1:
-                values *= factor
-            out[start:stop] += values
+    scales, codes = parts(payload, out.size)
+    PATHS[_path].add_into(scales, codes, float(factor), out)
 
 
-def _parts(body: Bytes, n: int) -> tuple[Bytes, Bytes]:
-    """Cut a payload of ``n`` values into (scale bytes, code bytes), as views."""
-    blocks = -(-n // BLOCK)
-    return body[:blocks], body[blocks:]
+def add_into(scales: Bytes, codes: Bytes, weight: float, out: Floats) -> None:
+    """Add a piece of a payload whose `parts` have been checked: its bytes, and the (n,) float32 that they belong to.
+
+    Raises:
+        LocalProtocolError: if ``out`` or ``weight`` is unfit, or the sizes do not go together.
+    """
+    factor = check_sum(out, weight)
+    _check_parts(scales, codes, out.size)
+    PATHS[_path].add_into(scales, codes, float(factor), out)
 
 
-def _legal_parts(payload: Payload, n: int) -> tuple[Bytes, Bytes]:
-    """The parts of a payload, after all that can be wrong with it has been ruled out."""
-    scales, codes = _parts(check_payload(payload, nbytes(n), f"an e3m0 payload of {n} values"), n)
+def parts(payload: Payload, n: int) -> tuple[Bytes, Bytes]:
+    """The (scale bytes, code bytes) of a payload, as views, after all that can be wrong with it has been ruled out.
+
+    Raises:
+        RemoteProtocolError: if the length is wrong, a scale byte is above 247, or the unused nibble is not zero.
+    """
+    scales, codes = _cut(check_payload(payload, nbytes(n), f"an e3m0 payload of {n} values"), n)
     if n and int(scales.max()) > MAX_SCALE:
         block = int(np.argmax(scales > MAX_SCALE))
         raise RemoteProtocolError(
@@ -186,59 +276,34 @@ def _legal_parts(payload: Payload, n: int) -> tuple[Bytes, Bytes]:
     return scales, codes
 
 
-def _encode_chunk(x: Floats, start: int, scales: Bytes, codes: Bytes) -> None:
-    """Encode up to CHUNK values, of which the first is value ``start``, into their scale and code bytes."""
-    # Rounding adds to bit 22, so the lower 16 bits of a value never matter: half the width, twice the speed.
-    upper = (x.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-    magnitude = upper & np.uint16(0x7FFF)
-    if int(magnitude.max()) >= _TOO_BIG:
-        index = int(np.argmax(magnitude >= _TOO_BIG))
-        raise LocalProtocolError(
-            f"value {start + index} of an outer gradient is {x[index]}, "
-            "but e3m0 holds finite values below 1.5 * 2**127 only"
-        )
-    magnitude += np.uint16(0x40)
-    magnitude >>= np.uint16(7)
-    exponents = np.zeros((scales.size, BLOCK), dtype=np.uint8)
-    flat = exponents.reshape(-1)[: x.size]
-    flat[:] = magnitude
-    scales[:] = np.maximum(exponents.max(axis=1), 7) - np.uint8(7)
-    lowest = scales[:, None]
-    # Exponents at or below ``lo`` become code 0; maximum() first, because the type is unsigned.
-    np.maximum(exponents, lowest, out=exponents)
-    exponents -= lowest
-    upper >>= np.uint16(12)
-    upper &= np.uint16(8)
-    flat |= upper.astype(np.uint8)
-    pairs = exponents.reshape(-1)[: 2 * codes.size].view(np.dtype("<u2"))
-    np.bitwise_or(pairs, pairs >> 4, out=codes, casting="unsafe")
+def _cut(body: Bytes, n: int) -> tuple[Bytes, Bytes]:
+    """Cut a payload of ``n`` values into (scale bytes, code bytes), as views."""
+    blocks = -(-n // BLOCK)
+    return body[:blocks], body[blocks:]
 
 
-def _decode_chunk(scales: Bytes, codes: Bytes, start: int, stop: int) -> Floats:
-    """The values ``start`` to ``stop`` as a new array; ``start`` is a multiple of CHUNK."""
-    first, last = start // BLOCK, -(-stop // BLOCK)
-    values = np.empty((last - first, BLOCK), dtype=np.float32)
-    flat = values.reshape(-1)
-    used = codes[start // 2 : (stop + 1) // 2]
-    # "clip" only because it lets take() write straight into its target; a byte is always a valid index.
-    np.take(_PAIRS, used, out=flat.view(np.uint64)[: used.size], mode="clip")
-    flat[2 * used.size :] = 0
-    values *= _SCALES[scales[first:last]][:, None]
-    return flat[: stop - start]
+def _check_parts(scales: Bytes, codes: Bytes, n: int) -> None:
+    """Refuse parts that are not those of ``n`` values."""
+    if scales.shape != (-(-n // BLOCK),) or codes.shape != ((n + 1) // 2,):
+        raise LocalProtocolError(f"{scales.size} scale bytes and {codes.size} code bytes do not hold {n} values")
 
 
-def _pair_table() -> NDArray[np.uint64]:
-    """For every code byte its two FP32 values as one 8-byte entry, in units of the block's largest level."""
-    level = [0.0] + [math.ldexp(1.0, c - 7) for c in range(1, 8)]
-    nibble = np.array(level + [0.0] + [-value for value in level[1:]], dtype=np.float32)
-    code = np.arange(256)
-    table = np.stack([nibble[code & 15], nibble[code >> 4]], axis=1)
-    return np.ascontiguousarray(table).view(np.uint64).reshape(-1)
+def _widen(words: NDArray[np.uint16], kind: Word) -> Floats:
+    """16-bit values as FP32, exactly."""
+    if kind == "bf16":
+        return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    with np.errstate(invalid="ignore"):  # a signalling nan; it stays a nan and is refused
+        return words.view(np.float16).astype(np.float32)
 
 
-# Scaling by the largest level, 2**(lo + 7 - 127), keeps both factors and the product normal for every legal ``lo``, so
-# that a processor that flushes subnormals to zero decodes the same bits.
-_PAIRS = _pair_table()
-_SCALES = np.ldexp(np.float32(1), np.arange(MAX_SCALE + 1) - 120).astype(np.float32)
-_PAIRS.setflags(write=False)
-_SCALES.setflags(write=False)
+def _refuse(x: Floats, first: int) -> NoReturn:
+    """Name the first value that cannot be held; ``x`` starts at value ``first`` of its vector."""
+    for start in range(0, x.size, CHUNK):
+        bad = ~(np.abs(x[start : start + CHUNK]) < np.float32(1.5 * 2.0**127))  # true for nan as well
+        if bad.any():
+            index = start + int(np.argmax(bad))
+            raise LocalProtocolError(
+                f"value {first + index} of an outer gradient is {x[index]}, "
+                "but e3m0 holds finite values below 1.5 * 2**127 only"
+            )
+    raise LocalProtocolError("an outer gradient was changed by another thread while it was encoded")

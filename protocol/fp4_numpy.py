@@ -34,7 +34,7 @@ _TOO_BIG = 0x7F40
 
 
 class _Scratch:
-    """Work space for one chunk, about 2 MiB. What is read is written first, but for ``values``."""
+    """Work space for one chunk, about 2 MiB. Whatever is read has been written first."""
 
     def __init__(self) -> None:
         self.upper = np.empty(CHUNK, np.uint16)
@@ -43,7 +43,7 @@ class _Scratch:
         self.signs = np.empty(CHUNK, np.bool_)
         self.pairs = np.empty(CHUNK // 2, np.uint16)
         self.index = np.empty(CHUNK // 2, np.intp)
-        self.values = np.zeros(CHUNK, np.float32)
+        self.values = np.empty(CHUNK, np.float32)
 
 
 _free: list[_Scratch] = []
@@ -148,16 +148,17 @@ def _add_chunk(scales: Bytes, codes: Bytes, factor: np.float32, out: Floats, scr
     np.copyto(index, codes)
     # "wrap" only because it lets take() write straight into its target; a byte is always a valid index.
     np.take(_PAIRS, index, out=values.view(np.uint64)[: codes.size], mode="wrap")
+    values[2 * codes.size :] = 0
     rows = values.reshape(-1, BLOCK)
     unit = _SCALES[scales]
     weighted = unit * factor
-    if _NORMAL <= np.abs(weighted).min() and np.abs(weighted).max() < np.inf:
+    size = np.abs(weighted)
+    if size.min() >= _NORMAL and size.max() < np.inf:
         rows *= weighted[:, None]
     else:
         rows *= unit[:, None]
         rows *= factor
     out += values[: out.size]
-    values[out.size :] = 0
 
 
 def _pair_table() -> NDArray[np.uint64]:

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 RENEW = 4.0
 """Seconds between two renewals."""
 
+NUDGED = 0.7
+"""Seconds between two renewals at the least, however often it is nudged: each costs every peer some work."""
+
 EXPIRY = 20.0
 """Seconds after which a record that was not renewed is gone."""
 
@@ -54,7 +57,8 @@ class Roster:
             self._nudged.clear()
             await self.renew()
             await self.read()
-            pause = max(0.2, RENEW - (time.monotonic() - began))
+            await asyncio.sleep(NUDGED)
+            pause = max(0.0, RENEW - (time.monotonic() - began))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._nudged.wait(), pause)
 

@@ -41,8 +41,10 @@ MICRO_MODEL: Mapping[str, Any] = {
 """About 50,000 parameters: a step takes milliseconds, so that a test sees many rounds."""
 
 
-def micro_run(corpus: Path, *, min_size: int = 1, inner_steps: int = 40, seed: int = 0) -> RunConfig:
-    """A run of small steps and P = 2, about two rounds per second, on the text in ``corpus``."""
+def micro_run(
+    corpus: Path, *, min_size: int = 1, inner_steps: int = 40, window: float = 3.0, seed: int = 0
+) -> RunConfig:
+    """A run of small steps and P = 2, some rounds per second, on the text in ``corpus``."""
     return RunConfig(
         name="micro",
         seed=seed,
@@ -50,7 +52,7 @@ def micro_run(corpus: Path, *, min_size: int = 1, inner_steps: int = 40, seed: i
         data=DataConfig(source=f"text:{corpus}", sequence_length=64),
         inner=InnerConfig(lr=3e-3, tokens_per_step=128, warmup_steps=10, total_steps=100_000),
         outer=OuterConfig(fragments=2, inner_steps=inner_steps, tau_max=5),
-        group=GroupConfig(min_size=min_size, window=3.0),
+        group=GroupConfig(min_size=min_size, window=window),
         eval=EvalConfig(sequences=8),
     )
 

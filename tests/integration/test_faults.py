@@ -10,12 +10,13 @@ MANY = "60"
 
 def test_three_go_on_when_the_fourth_is_killed(lab: Lab) -> None:
     _, invite = lab.bootstrap(lab.write_run(micro_run(lab.corpus)))
-    nodes = lab.found(invite, 4, "--rounds", "40")
+    nodes = lab.found(invite, 4, "--rounds", "24")
     nodes[0].commits(3)
     victim, others = nodes[2], [nodes[0], nodes[1], nodes[3]]
     victim.daemon()
     last = max(victim.committed())
     victim.signal(signal.SIGKILL)
+    assert victim.exit_code(limit=5) == -signal.SIGKILL
     victim.all_gone(limit=10)
     for node in others:
         assert node.exit_code() == 0, node.tail()
@@ -25,10 +26,9 @@ def test_three_go_on_when_the_fourth_is_killed(lab: Lab) -> None:
         after = [event for event in node.events("round") if event["round"] > last]
         committed = [event for event in after if event["outcome"] == "committed"]
         assert {event["members"] for event in committed} <= {3, 4}
-        assert committed[-1]["round"] == 39
+        assert committed[-1]["round"] == 23
         # The round in hand may be lost with its member, and the one that departed before anybody could know.
         assert len(after) - len(committed) <= 2, after
-    assert victim.popen.returncode == -signal.SIGKILL
 
 
 def test_a_late_joiner_catches_up_and_contributes(lab: Lab) -> None:
@@ -54,13 +54,14 @@ def test_a_late_joiner_catches_up_and_contributes(lab: Lab) -> None:
 
 
 def test_a_stopped_peer_holds_nobody_and_comes_back(lab: Lab) -> None:
-    _, invite = lab.bootstrap(lab.write_run(micro_run(lab.corpus)))
-    nodes = lab.found(invite, 3, "--rounds", "80")
+    # A cycle must be longer than the window in which a coordinator waits, or rounds overtake each other.
+    _, invite = lab.bootstrap(lab.write_run(micro_run(lab.corpus, inner_steps=120, window=0.3)))
+    nodes = lab.found(invite, 3, "--rounds", "26")
     others, sleeper = nodes[:2], nodes[2]
     last = max(others[0].commits(3))
     sleeper.signal(signal.SIGSTOP)
     for node in others:
-        node.commits(last + 8)
+        node.commits(last + 4)
     two = [event for event in others[0].events("round") if event.get("members") == 2]
     assert two, "the others commit without it"
     sleeper.signal(signal.SIGCONT)
@@ -69,4 +70,4 @@ def test_a_stopped_peer_holds_nobody_and_comes_back(lab: Lab) -> None:
         no_traceback(node)
     assert heads_equal(nodes), lab.logs()
     back = [event for event in sleeper.events("round") if event.get("counted")]
-    assert back[-1]["round"] > last + 8, "its contributions count again"
+    assert back[-1]["round"] > last + 4, "its contributions count again"

@@ -1,0 +1,58 @@
+"""Events in words: one line each, and no flood of lines that say the same."""
+
+from typing import Any
+
+from stretto.node.events import Narrator, event_in_words, run_in_words
+from tests.fakes import toy_config
+
+
+def committed(round: int, members: int = 4) -> dict[str, Any]:
+    return {
+        "event": "round",
+        "round": round,
+        "fragment": round % 4,
+        "outcome": "committed",
+        "members": members,
+        "counted": True,
+        "seconds": 0.25,
+    }
+
+
+def aborted(round: int, why: str) -> dict[str, Any]:
+    return {"event": "round", "round": round, "fragment": round % 4, "outcome": "aborted", "why": why, "seconds": 3.0}
+
+
+def test_a_committed_round_names_round_fragment_and_group() -> None:
+    assert event_in_words(committed(6)) == "round 6 (fragment 2) committed by 4 peer(s) in 0.2 s"
+
+
+def test_an_aborted_round_says_why() -> None:
+    assert event_in_words(aborted(5, "no quorum")) == "round 5 (fragment 1) aborted: no quorum"
+
+
+def test_steps_are_for_the_metrics_file_only() -> None:
+    assert event_in_words({"event": "step", "step": 1}) is None
+
+
+def test_a_round_per_second_is_a_line_in_ten_seconds() -> None:
+    narrator = Narrator(pause=10.0)
+    lines = [narrator.line(committed(round), now=float(round)) for round in range(31)]
+    said = [line for line in lines if line]
+    assert len(said) == 4
+    assert said[1] == "round 10 (fragment 2) committed by 4 peer(s) in 0.2 s (and 9 more like it)"
+
+
+def test_a_change_is_said_at_once() -> None:
+    narrator = Narrator(pause=10.0)
+    assert narrator.line(committed(0), now=0.0)
+    assert narrator.line(committed(1, members=3), now=1.0) == "round 1 (fragment 1) committed by 3 peer(s) in 0.2 s"
+    assert narrator.line(aborted(2, "no quorum"), now=2.0)
+    assert narrator.line(aborted(3, "no quorum"), now=3.0) is None
+    assert narrator.line(aborted(4, "no coordinator answered"), now=4.0)
+
+
+def test_the_run_in_one_line_names_what_peers_share() -> None:
+    line = run_in_words(toy_config())
+    assert "outer lr" in line
+    assert "contributions as" in line
+    assert "\n" not in line
