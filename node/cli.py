@@ -11,7 +11,7 @@ import sys
 import textwrap
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -37,26 +37,26 @@ DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder for ide
 def main() -> None:
     """Entry point."""
     try:
-        app(standalone_mode=False)
+        # In this mode typer returns the code of a typer.Exit instead of raising it, and 130 for Ctrl-C.
+        code = app(standalone_mode=False)
     except StrettoError as error:
         _fail(str(error))
-    except typer.Exit as end:
-        sys.exit(end.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except Exception as error:  # noqa: BLE001 - the last line of defence: people get a sentence, not a traceback
-        if type(error).__module__.startswith("click"):
+        if hasattr(error, "show") and hasattr(error, "exit_code"):
             _usage(error)
         _fail(f"internal error: {type(error).__name__}: {error}. Run again with --debug and report what it prints")
+    sys.exit(code if isinstance(code, int) else 0)
 
 
-def _usage(error: Any) -> None:
-    """A flag or argument that typer refused."""
+def _usage(error: Any) -> NoReturn:
+    """A flag or argument that typer refused: click's errors, of whichever copy of click typer uses, show themselves."""
     error.show()
-    sys.exit(getattr(error, "exit_code", 2))
+    sys.exit(error.exit_code)
 
 
-def _fail(text: str) -> None:
+def _fail(text: str) -> NoReturn:
     if _debug or os.environ.get("STRETTO_DEBUG"):
         traceback.print_exc()
     width = max(60, min(120, _columns()))

@@ -73,7 +73,7 @@ def _why(host: str, port: int, option: str, error: OSError) -> str:
     if error.errno == errno.EACCES:
         return f"Port {port} may not be used by user id {os.geteuid()}. Choose a port above 1023 with {option}."
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"{host} is no address of this machine, so port {port} cannot be opened on it. Correct {option}."
+        return f"{host} is no address of this machine, so port {port} cannot be opened on it. Correct --host."
     return f"Port {port} on {host} cannot be opened: {error.strerror}. Choose another one with {option}."
 
 

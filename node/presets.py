@@ -21,6 +21,17 @@ def model_table(preset: str, vocab_size: int) -> dict[str, object]:
     return {**PRESETS[preset], "vocab_size": vocab_size}
 
 
+def _fragments(preset: str) -> int:
+    """As many evenly spaced departures in H = 100 steps as the preset has layers for: small fragments, small tau.
+
+    For every line to hide in tau_max = 5 steps, P >= H / tau_max = 20 fragments are wanted; only ``1b`` and ``4b``
+    have so many layers.
+    """
+    layers = PRESETS[preset]["num_hidden_layers"]
+    assert isinstance(layers, int)
+    return max(count for count in (1, 2, 4, 5, 10, 20) if count <= layers)
+
+
 def new_run(name: str, *, preset: str, source: str, tokenizer: str, seed: int) -> RunConfig:
     """A run config with the paper's settings for ``preset``; the corpus is read once to take its fingerprint."""
     tokens = load_tokenizer(tokenizer)
@@ -44,8 +55,7 @@ def new_run(name: str, *, preset: str, source: str, tokenizer: str, seed: int) -
             warmup_steps=50 if tiny else 1000,
             total_steps=5000 if tiny else 50_000,
         ),
-        # 20 steps between departures and 5 of overlap: see the planning rule P >= H / tau_max in docs/protocol.md.
-        outer=OuterConfig(fragments=4 if tiny else 5, inner_steps=100),
+        outer=OuterConfig(fragments=_fragments(preset), inner_steps=100),
         group=GroupConfig(min_size=1),
         eval=EvalConfig(),
     )

@@ -22,10 +22,7 @@ class StopSignal:
         if self.event.is_set():
             os._exit(code or 143)
         self.exit_code = code
-        self.event.set()
-        watchdog = threading.Timer(8.0, os._exit, [code or 143])
-        watchdog.daemon = True
-        watchdog.start()
+        self.stop()
 
     def follow_stdin(self) -> None:
         """Stop when standard input ends: a parent that dies, however it dies, takes its children along."""
@@ -39,8 +36,14 @@ class StopSignal:
         threading.Thread(target=wait, name="stdin", daemon=True).start()
 
     def stop(self) -> None:
-        """Ask to stop from inside."""
+        """Ask to stop from inside; whatever waits for something dead meanwhile is cut short."""
+        watchdog = threading.Timer(8.0, self._give_up)
+        watchdog.daemon = True
+        watchdog.start()
         self.event.set()
+
+    def _give_up(self) -> None:
+        os._exit(self.exit_code or 143)
 
     def __call__(self) -> bool:
         return self.event.is_set()

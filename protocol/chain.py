@@ -142,14 +142,19 @@ class Tip:
         """Fork choice: more committed tokens, then more commits, then the larger hash."""
         return (self.tokens_total, self.version, self.head) > (other.tokens_total, other.version, other.head)
 
-    def quorum(self, peers: Collection[bytes]) -> bool:
-        """Dynamic voting: whether ``peers`` may commit the next record."""
-        if not self.electors:
+    def quorum(self, peers: Collection[bytes], resigned: Collection[bytes] = ()) -> bool:
+        """Dynamic voting: whether ``peers`` may commit the next record.
+
+        Electors in ``resigned`` are left out of the reckoning: they have said that they vote no more. That is safe
+        even where not everybody has heard it, since whoever resigned votes on no side.
+        """
+        electors = [peer for peer in self.electors if peer not in resigned or peer in peers]
+        if not electors:
             return bool(peers)
-        present = [peer for peer in self.electors if peer in peers]
-        if 2 * len(present) == len(self.electors):
-            return self.electors[0] in peers
-        return 2 * len(present) > len(self.electors)
+        present = [peer for peer in electors if peer in peers]
+        if 2 * len(present) == len(electors):
+            return electors[0] in peers
+        return 2 * len(present) > len(electors)
 
 
 def genesis(run: bytes, fragment: int, initial_state: bytes) -> Tip:
@@ -169,7 +174,7 @@ def after(record: CommitRecord) -> Tip:
     )
 
 
-def check_extends(record: CommitRecord, tip: Tip, clock: Clock) -> None:
+def check_extends(record: CommitRecord, tip: Tip, clock: Clock, resigned: Collection[bytes] = ()) -> None:
     """RemoteProtocolError unless ``record`` is a lawful next record of the chain that ends at ``tip``.
 
     Signature and membership of the group are checked by the round, which knows them.
@@ -178,7 +183,7 @@ def check_extends(record: CommitRecord, tip: Tip, clock: Clock) -> None:
         raise RemoteProtocolError(f"record of version {record.version} does not extend version {tip.version}")
     if record.tokens_total != tip.tokens_total + sum(member.tokens for member in record.members):
         raise RemoteProtocolError("record miscounts the tokens of its chain")
-    if not tip.quorum({member.peer for member in record.members}):
+    if not tip.quorum({member.peer for member in record.members}, resigned):
         raise RemoteProtocolError("record counts too few electors: no quorum")
     if not set(record.electors) <= {member.peer for member in record.members} | set(tip.electors):
         raise RemoteProtocolError("record names electors that were neither counted nor electors before")

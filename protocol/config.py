@@ -168,6 +168,9 @@ class GroupConfig:
     """A round with fewer contributions changes nothing; 1 lets a lone peer commit."""
     window: float = 3.0
     """Seconds after a departure in which a coordinator waits for the peers it expects."""
+    absence: float = 900.0
+    """Seconds after which an elector that nobody has seen is reckoned with no more. Until then half a network cannot
+    go on without the other half; after it, the chain with fewer tokens is given up when they meet again."""
 
     def __post_init__(self) -> None:
         _require(
@@ -175,6 +178,11 @@ class GroupConfig:
             f"group.min_size ({self.min_size}) and group.max_size ({self.max_size}) must be ordered and within 1..256",
         )
         _require(0 < self.window <= 600, f"group.window is {self.window} s, it must be in (0, 600]")
+        _require(
+            self.absence > 20 * self.window,
+            f"group.absence is {self.absence} s, it must be more than 20 times group.window ({self.window} s): a peer "
+            "that is only slow must not be reckoned as gone",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

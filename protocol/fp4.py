@@ -41,8 +41,8 @@ from stretto.protocol.fp4_numpy import BLOCK, MAX_SCALE, Bytes, Floats
 
 __all__ = [
     "BLOCK", "CHUNK", "MAX_SCALE", "PATHS", "Bytes", "Floats", "Kernel", "Payload", "Word",
-    "add_into", "check_payload", "check_sum", "check_values", "decode", "decode_add", "encode", "encode_into",
-    "encode_words", "nbytes", "parts", "path_name", "use_path", "validate",
+    "add_into", "check_payload", "check_sum", "check_values", "check_weight", "decode", "decode_add",
+    "encode", "encode_into", "encode_words", "nbytes", "parts", "path_name", "use_path", "validate",
 ]  # fmt: skip
 
 Payload: TypeAlias = bytes | bytearray | memoryview
@@ -126,6 +126,15 @@ def check_sum(out: Floats, weight: float) -> np.float32:
     check_values(out, "the accumulator")
     if not out.flags.writeable:
         raise LocalProtocolError("the accumulator is read-only; pass an array that owns its memory")
+    return check_weight(weight)
+
+
+def check_weight(weight: float) -> np.float32:
+    """The weight as FP32, the number that every peer multiplies by.
+
+    Raises:
+        LocalProtocolError: if it is not finite in FP32.
+    """
     if not abs(weight) <= float(np.finfo(np.float32).max):
         raise LocalProtocolError(f"a weight must be finite in float32, got {weight}")
     return np.float32(weight)

@@ -147,10 +147,10 @@ def _add_chunk(scales: Bytes, codes: Bytes, factor: np.float32, out: Floats, scr
     index, values = scratch.index[: codes.size], scratch.values[: scales.size * BLOCK]
     np.copyto(index, codes)
     # "wrap" only because it lets take() write straight into its target; a byte is always a valid index.
-    np.take(_PAIRS, index, out=values.view(np.uint64)[: codes.size], mode="wrap")
+    np.take(PAIRS, index, out=values.view(np.uint64)[: codes.size], mode="wrap")
     values[2 * codes.size :] = 0
     rows = values.reshape(-1, BLOCK)
-    unit = _SCALES[scales]
+    unit = SCALES[scales]
     weighted = unit * factor
     size = np.abs(weighted)
     if size.min() >= _NORMAL and size.max() < np.inf:
@@ -170,8 +170,9 @@ def _pair_table() -> NDArray[np.uint64]:
     return np.ascontiguousarray(table).view(np.uint64).reshape(-1)
 
 
-_PAIRS = _pair_table()
-_SCALES = np.ldexp(np.float32(1), np.arange(MAX_SCALE + 1) - 120).astype(np.float32)
-_PAIRS.setflags(write=False)
-_SCALES.setflags(write=False)
+PAIRS = _pair_table()
+"""(256,) 8-byte entries: what a code byte decodes to, as two FP32 in units of the block's largest level."""
+SCALES = np.ldexp(np.float32(1), np.arange(MAX_SCALE + 1) - 120).astype(np.float32)
+PAIRS.setflags(write=False)
+SCALES.setflags(write=False)
 _NORMAL = np.float32(2.0**-126)

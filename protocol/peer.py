@@ -126,6 +126,7 @@ class Peer:
         self._live: dict[int, _Live] = {}
         self._candidates: frozenset[bytes] = frozenset()
         self._expected: frozenset[bytes] = frozenset()
+        self._resigned: frozenset[bytes] = frozenset()
         self.repairing: dict[int, tuple[bytes, int]] = {}
         """Fragments that are being downloaded: from whom, and at which version it announced them."""
         self._no_better: set[tuple[int, bytes, int]] = set()
@@ -136,9 +137,12 @@ class Peer:
         """P."""
         return len(self.diloco.fragments)
 
-    def set_roster(self, candidates: Sequence[bytes], expected: Sequence[bytes]) -> None:
-        """Other peers that may coordinate, and other peers that a coordinator waits for."""
+    def set_roster(
+        self, candidates: Sequence[bytes], expected: Sequence[bytes], resigned: Sequence[bytes] = ()
+    ) -> None:
+        """Other peers that may coordinate, those that a coordinator waits for, and those that vote no more."""
         self._candidates, self._expected = frozenset(candidates), frozenset(expected)
+        self._resigned = frozenset(resigned)
 
     def adopt_clock(self, clock: Clock) -> bool:
         """Take over a clock if it is further on than the present one; of two for one round the earlier one wins."""
@@ -388,6 +392,7 @@ class Peer:
                 rules=self.rules,
                 sign=self._sign,
                 verify=self._verify,
+                resigned=self._resigned,
             ),
             departed=self.clock.departure(round),
             payloads={},

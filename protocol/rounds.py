@@ -162,7 +162,9 @@ class Round:
         rules: Rules,
         sign: Callable[[bytes], bytes],
         verify: Callable[[bytes, bytes, bytes], bool],
+        resigned: frozenset[bytes] = frozenset(),
     ) -> None:
+        self.resigned = resigned
         self.me, self.run, self.round, self.fragment = me, run, round, tip.fragment
         self.tip, self.clock, self.rules = tip, clock, rules
         self.departs = clock.departure(round)
@@ -414,7 +416,7 @@ class Round:
             raise RemoteProtocolError("commit with a wrong signature")
         if record.prev != self.tip.head:
             return self._finish(Outrun(peer, f"round {self.round} was committed on another chain"))
-        check_extends(record, self.tip, self.clock)
+        check_extends(record, self.tip, self.clock, self.resigned)
         self._check_counted(record)
         self._commit, self.phase, self._half_at = message.signed, Phase.DECIDED, None
         if self._desk is not None:
@@ -565,7 +567,7 @@ class Round:
             return self._finish(Outrun(desk.ahead, "others are ahead"))
         if count < needed:
             return self._abort(desk, f"waiting for {needed - count} more peer(s): {count} of {needed} are here")
-        if not self.tip.quorum(desk.joined.keys()):
+        if not self.tip.quorum(desk.joined.keys(), self.resigned):
             here = len([peer for peer in self.tip.electors if peer in desk.joined])
             return self._abort(desk, f"no quorum: {here} of {len(self.tip.electors)} electors are here")
         patience = median(join.patience for join in desk.joined.values())
@@ -608,7 +610,7 @@ class Round:
         needed = self.rules.min_group
         if len(counted) < needed or not counted:
             return self._abort(desk, f"{len(counted)} contributions arrived, {needed} are needed")
-        if not (self.tip.quorum(counted) and self.tip.quorum(voters)):
+        if not (self.tip.quorum(counted, self.resigned) and self.tip.quorum(voters, self.resigned)):
             return self._abort(desk, f"no quorum: {len(counted)} contributions held by {len(voters)} peers")
         desk.reducing = tuple(desk.joined[peer].member for peer in sorted(counted))
         return [Reduce(desk.reducing)]

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from stretto.node.swarm import transfer
+from stretto.node.swarm.electors import ElectorWatch
 from stretto.node.swarm.host import Host
 from stretto.node.swarm.identity import format_peer_id
 from stretto.node.swarm.links import Links
@@ -79,6 +80,7 @@ class Exchange:
         self._trains = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._lost_at: dict[bytes, float] = {}
+        self._electors = ElectorWatch(peer.config.group.absence)
 
     @staticmethod
     def now() -> float:
@@ -366,7 +368,8 @@ class Exchange:
             candidates = [peer for peer in there if not there[peer].client_mode]
             effects: list[Effect] = []
             with self.sync.outer_lock:
-                self.peer.set_roster(candidates, sorted(seen_since))
+                resigned = self._electors.resigned(self.peer.tips(), self.roster.peers, time.monotonic())
+                self.peer.set_roster(candidates, sorted(seen_since), resigned)
                 self.peer.adopt_first_clock([r.clock for r in self.roster.peers.values() if r.clock is not None])
                 for peer, record in self.roster.peers.items():
                     if record.versions and record.state != "joining":

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 RELAY_BYTES = 1 << 40
 """What a relay lets through per connection. The daemon's own default of 128 KiB cuts every tensor."""
 
+CLOSE_TIMEOUT = 2.0
+
 LONGEST_SOCKET_PATH = 100
 """A unix socket's path may have about 107 bytes on Linux, 103 on macOS."""
 
@@ -76,7 +78,12 @@ class Host:
         """Launch p2pd and the DHT node. HostError names the phase in which it failed."""
         folder = config.socket_dir
         _clean(folder)
-        local = cast(type[P2P], type("LocalP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder.resolve()}/"}))
+        relay = {"relayService": 1, "relayDataLimit": RELAY_BYTES, "relayTimeLimit": "24h"}
+        own = {
+            "_UNIX_SOCKET_PREFIX": f"/unix{folder.resolve()}/",
+            "DHT_MODE_MAPPING": {**P2P.DHT_MODE_MAPPING, "server": {"dhtServer": 1, **relay}},
+        }
+        local = cast(type[P2P], type("LocalP2P", (P2P,), own))
         try:
             p2p = await local.create(
                 identity_path=str(identity.path),
@@ -137,9 +144,10 @@ class Host:
         return int(await self.p2p._child.wait())
 
     async def close(self) -> None:
-        """Stop the DHT node and the daemon, remove the sockets."""
-        await self.node.shutdown()
-        await self.p2p.shutdown()
+        """Stop the DHT node and the daemon, remove the sockets. A daemon that is dead already is not waited for."""
+        for work in (self.node.shutdown(), self.p2p.shutdown()):
+            with contextlib.suppress(asyncio.TimeoutError, P2PDaemonError, OSError):
+                await asyncio.wait_for(work, CLOSE_TIMEOUT)
         _clean(self.config.socket_dir)
         with contextlib.suppress(OSError):
             self.config.socket_dir.rmdir()

@@ -46,7 +46,7 @@ class Member:
     say: Callable[[dict[str, Any]], None]
     tell: Callable[[str], None]
     waiting_for: str = ""
-    """What ``await_start`` waits for, in words."""
+    """What ``await_start`` or ``linger`` waits for, in words."""
     _tasks: list["asyncio.Task[None]"] = field(default_factory=list)
 
     async def enter(self) -> None:
@@ -72,10 +72,12 @@ class Member:
                         targets.setdefault(tip.fragment, version)
             behind = [fragment for fragment, version in targets.items() if tips[fragment].version < version]
             if clock is not None and not behind and self.roster.read_at:
+                self.waiting_for = ""
                 return
             ready = 1 + sum(record.state == "ready" for record in peers.values())
             if clock is None and new_run and not ahead and ready >= start_peers and self.roster.read_at:
                 self._found(peers)
+                self.waiting_for = ""
                 return
             text = self.waiting_for = self._why_waiting(
                 peers, behind, new_run=new_run, ready=ready, start_peers=start_peers
@@ -135,6 +137,7 @@ class Member:
     async def linger(self) -> None:
         """After the last round: stay while others are behind, so that they can fetch what they miss."""
         end = time.monotonic() + LINGER
+        self.waiting_for = "waiting until the others have the last round too"
         while time.monotonic() < end:
             mine = [tip.version for tip in self.exchange.peer.tips()]
             others = self.roster.peers.values()

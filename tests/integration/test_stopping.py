@@ -1,5 +1,6 @@
 """Ctrl-C, SIGTERM and SIGKILL in every phase: quick, quiet, and nothing stays behind."""
 
+import os
 import signal
 import stat
 import time
@@ -86,10 +87,14 @@ def test_a_second_ctrl_c_does_not_wait(lab: Lab) -> None:
     _, invite = lab.bootstrap(lab.write_run(micro_run(lab.corpus)))
     node = lab.join(invite, "node", "--new-run")
     node.see(r"committed by 1")
-    # While the node is stopped it takes no signal; both are there when it wakes up, one after the other.
-    node.signal(signal.SIGINT)
-    until(lambda: "leaving" in node.text or not node.family(), "the first signal", logs=node.tail)
-    node.signal(signal.SIGINT)
-    assert node.exit_code(limit=2) == 130
+    daemon = node.daemon()
+    os.kill(daemon, signal.SIGSTOP)  # so that leaving takes long
+    try:
+        node.signal(signal.SIGINT)
+        node.see("leaving the swarm")
+        node.signal(signal.SIGINT)
+        assert node.exit_code(limit=2) == 130
+    finally:
+        os.kill(daemon, signal.SIGCONT)
     node.all_gone(limit=QUICK)
     no_traceback(node)

@@ -1,5 +1,9 @@
-"""The E3M0 format: golden bytes, rounding at the edges, and the properties that averaging relies on."""
+"""The E3M0 format: golden bytes, rounding at the edges, and the properties that averaging relies on.
 
+All of it runs on every path behind `fp4`; `test_fp4_paths` compares the paths with each other, torch included.
+"""
+
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -10,6 +14,12 @@ from hypothesis import strategies as st
 from stretto.protocol import fp4
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
 from stretto.protocol.fp4 import BLOCK, CHUNK, Floats
+
+
+@pytest.fixture(scope="module", autouse=True, params=list(fp4.PATHS))
+def path(request: pytest.FixtureRequest) -> Iterator[None]:
+    with fp4.use_path(request.param):
+        yield
 
 
 def floats(*values: float) -> Floats:
