@@ -51,7 +51,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "base58": ("protocol/invite.py", "protocol/peerid.py", "node/swarm/*"),
     "cryptography": ("node/swarm/identity.py",),
     "datasets": ("node/data/*",),
-    "hivemind": ("node/swarm/*",),
+    "hivemind": ("node/swarm/*", "node/bench/*"),  # the benchmark times its codecs next to ours
     "huggingface_hub": ("node/model.py",),  # an error type of transformers' configs lies there
     "libp2p": ("node/doctor_probe.py",),
     "msgpack": ("protocol/wire.py",),

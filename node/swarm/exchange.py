@@ -256,7 +256,7 @@ class Exchange:
             with self.sync.outer_lock:
                 self.peer.repair_failed(effect.fragment)
             self._settled.set()
-            why = str(error) or type(error).__name__
+            why = " ".join(str(error).split()) or type(error).__name__
             self._say({"event": "repair", "fragment": effect.fragment, "state": "failed", "why": why})
             return
         self._settled.set()

@@ -103,8 +103,11 @@ class Member:
         self, peers: dict[bytes, PeerRecord], behind: list[int], *, new_run: bool, ready: int, start_peers: int
     ) -> str:
         if behind:
-            done = self.exchange.peer.fragments - len(behind)
-            return f"downloading the run's state: {done} of {self.exchange.peer.fragments} fragments are here"
+            total = self.exchange.peer.fragments
+            have = f"{total - len(behind)} of {total} fragments are here"
+            if not peers:
+                return f"waiting for a peer that has the run's state: {have}, and nobody is in sight who has the others"
+            return f"downloading the run's state: {have}"
         if new_run:
             return f"waiting for {start_peers - ready} more peer(s): {ready} of {start_peers} are ready"
         if peers:

@@ -68,6 +68,8 @@ def test_signals_end_a_node(lab: Lab, phase: str) -> None:
     _, invite = lab.bootstrap(lab.write_run(micro_run(lab.corpus)))
     flags = ["--new-run"] if phase == "training" else []
     one, two = lab.join(invite, "one", *flags), lab.join(invite, "two")
+    if phase == "training":
+        two.see(JOIN_PHASES[phase])  # before the other one leaves, since it has the state that is to be downloaded
     for node, number, code in ((one, signal.SIGINT, 130), (two, signal.SIGTERM, 0)):
         node.see(JOIN_PHASES[phase])
         began = time.monotonic()
