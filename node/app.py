@@ -42,6 +42,7 @@ from stretto.node.swarm.runs import check_run, fetch_run
 from stretto.node.swarm.thread import NetworkThread, Stopped
 from stretto.node.sync import Sync
 from stretto.node.trainer import StepReport, Trainer, evaluate, make_optimizer
+from stretto.protocol import fp4
 from stretto.protocol import messages as m
 from stretto.protocol.config import RunConfig
 from stretto.protocol.errors import ConfigError
@@ -170,7 +171,12 @@ class Node:
         )
         metrics = MetricsFile(folder / "metrics.jsonl")
         peer = make_peer(run, fragments, identity, device, can_coordinate=not config.client_mode)
-        sync = Sync(fragments, peer, tau_max=run.outer.tau_max, fixed_tau=config.tau)
+        on_device = device.type == "cuda" and run.wire.up == "e3m0" and not run.wire.error_feedback
+        sync = Sync(fragments, peer, tau_max=run.outer.tau_max, fixed_tau=config.tau, encode_on_device=on_device)
+        console.say(
+            f"contributions are encoded as {run.wire.up} on {device if on_device else 'the host'}, "
+            f"e3m0 averages with the {fp4.path_name()} path"
+        )
         stream = TokenStream(corpus.train, run.data.sequence_length, run.data.seed, identity.peer_id_bytes)
         trainer = Trainer(
             model=model,

@@ -4,6 +4,7 @@ Each function makes one part and refuses, in words, what does not fit. ``stretto
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from stretto.protocol.fragments import FragmentedModel, split_model
 from stretto.protocol.outer import Vector
 from stretto.protocol.peer import Peer
 from stretto.protocol.rounds import Rules
-from stretto.protocol.streaming import StreamingDiLoCo
+from stretto.protocol.streaming import StreamingDiLoCo, empty
 
 
 def choose_device(name: str, console: Console) -> torch.device:
@@ -81,6 +82,11 @@ def page_locked(numel: int) -> Vector:
     return tensor.numpy()  # keeps the tensor, and torch's allocator takes the memory back when both are gone
 
 
+def empty_for(device: torch.device) -> Callable[[int], Vector]:
+    """What makes a replica's anchors and momenta: page-locked memory where a GPU reads them."""
+    return page_locked if device.type == "cuda" else empty
+
+
 def make_peer(
     run: RunConfig, model: FragmentedModel, identity: Identity, device: torch.device, *, can_coordinate: bool
 ) -> Peer:
@@ -89,7 +95,7 @@ def make_peer(
     Anchors and momenta stay in host memory; only the fragment in hand visits the device (the paper, section 2.5).
     """
     initial = (model.gather(index) for index in range(len(model.specs)))
-    diloco = StreamingDiLoCo(run, initial, page_locked) if device.type == "cuda" else StreamingDiLoCo(run, initial)
+    diloco = StreamingDiLoCo(run, initial, empty_for(device))
     rules = Rules(
         inner_steps=run.outer.inner_steps,
         fragments=len(model.specs),

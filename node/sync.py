@@ -11,9 +11,14 @@ import threading
 import time
 from dataclasses import dataclass
 
-from stretto.protocol.fragments import FragmentedModel
+import torch
+
+from stretto.protocol import fp4_torch
+from stretto.protocol.errors import LocalProtocolError
+from stretto.protocol.fragments import FragmentedModel, first_not_finite
 from stretto.protocol.outer import Vector
 from stretto.protocol.peer import Peer
+from stretto.protocol.streaming import Contribution
 from stretto.protocol.tau import TauEstimate
 
 
@@ -26,15 +31,32 @@ class Merged:
     counted: bool
 
 
+def encode_difference(anchor: Vector, weights: torch.Tensor) -> bytes:
+    """The E3M0 payload of anchor - weights, made on the device of ``weights``, (n,) float32."""
+    gradient = torch.from_numpy(anchor).to(weights.device, non_blocking=True)
+    # Not in place: on a CPU the tensor above is the anchor itself.
+    return fp4_torch.encode(gradient - weights)
+
+
 class Sync:
     """Snapshots and merges of one replica.
 
     ``fixed_tau`` holds every result back until so many inner steps have passed since its snapshot (for experiments);
-    None merges it at the first step boundary after it is there.
+    None merges it at the first step boundary after it is there. ``encode_on_device`` is for weights on a GPU and the
+    codec e3m0 without error feedback.
     """
 
-    def __init__(self, model: FragmentedModel, peer: Peer, *, tau_max: int, fixed_tau: int | None = None) -> None:
+    def __init__(
+        self,
+        model: FragmentedModel,
+        peer: Peer,
+        *,
+        tau_max: int,
+        fixed_tau: int | None = None,
+        encode_on_device: bool = False,
+    ) -> None:
         self.model, self.peer, self.fixed_tau = model, peer, fixed_tau
+        self.encode_on_device = encode_on_device
         self.step_lock, self.outer_lock = threading.Lock(), threading.Lock()
         self.step = 0
         self.estimate = TauEstimate(tau_max=tau_max)
@@ -92,11 +114,27 @@ class Sync:
 
     # ------------------------------------------------------------------ network thread
 
-    def snapshot(self, fragment: int) -> Vector:
-        """The local weights of a fragment now, (n,) float32 on the host. Waits for a running optimizer step only."""
+    def leave(self, fragment: int) -> Contribution:
+        """The contribution of the local weights as they are now. LocalProtocolError if they are not finite.
+
+        The weights are copied under the lock, which waits for a running optimizer step only; the rest does not hold
+        anybody up. With ``encode_on_device`` the copy stays on the weights' device, the anchor is paged in, and only
+        the encoded contribution comes to the host, an eighth of the bytes.
+        """
+        if self.encode_on_device:
+            with self.step_lock:
+                self._left_at[fragment] = self.step
+                weights = self.model.gather_on_device(fragment)
+            return self.peer.diloco.leave_with(fragment, lambda anchor: encode_difference(anchor, weights))
         with self.step_lock:
             self._left_at[fragment] = self.step
-            return self.model.gather(fragment)
+            local = self.model.gather(fragment)
+        try:
+            return self.peer.diloco.leave(fragment, local, consume=True)
+        except LocalProtocolError as error:
+            # The gradient took the place of the weights, and is as little finite as they were.
+            where = first_not_finite(self.model.specs[fragment], local)
+            raise LocalProtocolError(f"not finite in {where}" if where else str(error)) from None
 
     def ask_reload(self) -> None:
         """The local weights are not finite: the training thread is to reload the anchors."""

@@ -14,6 +14,7 @@ makes it fast:
 
 import io
 import math
+import sys
 from typing import TypeAlias
 
 import numpy as np
@@ -31,6 +32,10 @@ CHUNK = 1 << 17
 
 _TOO_BIG = 0x7F40
 """Upper half of the FP32 bits of 1.5 * 2**127, the first value that rounds up to 2**128; inf and nan lie above."""
+
+
+if sys.byteorder != "little":
+    raise ImportError("Stretto's codecs look at the halves of FP32 words and need a little-endian processor")
 
 
 class _Scratch:
@@ -100,8 +105,10 @@ def _encode_chunk(x: Floats, scales: Bytes, codes: Bytes, scratch: _Scratch) -> 
     padded = scales.size * BLOCK
     upper, magnitude = scratch.upper[:padded], scratch.magnitude[:padded]
     nibbles, signs, pairs = scratch.nibbles[:padded], scratch.signs[:padded], scratch.pairs[: padded // 2]
-    # A temporary of 32 bits would leave the cache; with a cast on output numpy goes through a small buffer instead.
-    np.right_shift(x.view(np.uint32), np.uint32(16), out=upper[: x.size], casting="unsafe", dtype=np.uint32)
+    # Upper halves: read two bytes later, they are the lower halves, and those are what a cast keeps. It takes half the
+    # time of a shift and a cast. The last value has nothing behind it.
+    np.copyto(upper[: x.size - 1], x.view(np.uint8)[2:-2].view(np.uint32), casting="unsafe")
+    upper[x.size - 1] = x[-1:].view(np.uint32)[0] >> np.uint32(16)
     upper[x.size :] = 0
     np.bitwise_and(upper, np.uint16(0x7FFF), out=magnitude)
     top = np.maximum.reduceat(magnitude, _block_starts[: scales.size])
@@ -119,7 +126,7 @@ def _encode_chunk(x: Floats, scales: Bytes, codes: Bytes, scratch: _Scratch) -> 
     eights = signs.view(np.uint8)
     eights *= np.uint8(8)  # numpy shifts bytes ten times more slowly than it multiplies them
     nibbles |= eights
-    words = nibbles.view(np.dtype("<u2"))
+    words = nibbles.view(np.uint16)
     np.right_shift(words, np.uint16(4), out=pairs)
     pairs |= words
     np.copyto(codes, pairs[: codes.size], casting="unsafe")

@@ -176,6 +176,11 @@ class FragmentedModel:
                 part.copy_(parameter)
         return out
 
+    def gather_on_device(self, p: int) -> torch.Tensor:
+        """Copy fragment ``p`` to a (numel,) float32 tensor on the device where its weights are."""
+        with torch.no_grad():
+            return torch.cat([parameter.detach().reshape(-1).float() for parameter in self._parameters[p]])
+
     def scatter(self, p: int, flat: NDArray[np.float32]) -> None:
         """Write (numel,) float32 into the weights of fragment ``p``, in place, cast to each parameter's dtype.
 

@@ -19,7 +19,7 @@ Arrays are never changed in place once they are here: anchors are replaced, so o
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -101,7 +101,8 @@ class FragmentState:
         return self.merge_with is not None or self.shift is not None
 
 
-def _empty(numel: int) -> Vector:
+def empty(numel: int) -> Vector:
+    """(numel,) float32 on the host, not initialized."""
     return np.empty(numel, dtype=np.float32)
 
 
@@ -115,7 +116,7 @@ class StreamingDiLoCo:
 
     config: RunConfig
     initial: Iterable[Vector]
-    empty: Callable[[int], Vector] = _empty
+    empty: Callable[[int], Vector] = empty
     """Makes the arrays that will be anchors and momenta; a node with a GPU hands in one for page-locked memory."""
     fragments: list[FragmentState] = field(init=False)
     codec: Codec = field(init=False)
@@ -143,17 +144,27 @@ class StreamingDiLoCo:
         With ``consume`` the array ``local`` is used as scratch and lost, which saves as much memory. Heavy; it only
         reads the state, so any thread may run it. ``left`` makes it the one that counts.
         """
+        residuals: list[Vector] = []
+
+        def encode(anchor: Vector) -> bytes:
+            gradient = outer.outer_gradient(anchor, local, out=local if consume else None)
+            if not self.config.wire.error_feedback:
+                return self.codec.encode(gradient)
+            payload, residual = feedback.encode(gradient, self.fragments[fragment].residual, self.codec)
+            residuals.append(residual)
+            return payload
+
+        contribution = self.leave_with(fragment, encode)
+        return replace(contribution, residual=residuals[0]) if residuals else contribution
+
+    def leave_with(self, fragment: int, encode: Callable[[Vector], bytes]) -> Contribution:
+        """Like ``leave``, where the local weights are elsewhere: ``encode`` makes the payload from the anchor."""
         state = self.fragments[fragment]
         if state.pending:
             raise LocalProtocolError(f"fragment {fragment}: the last result has not been merged yet")
         head, anchor, tokens = state.tip.head, state.anchor, state.tokens
-        gradient = outer.outer_gradient(anchor, local, out=local if consume else None)
-        residual: Vector | None = None
-        if self.config.wire.error_feedback:
-            payload, residual = feedback.encode(gradient, state.residual, self.codec)
-        else:
-            payload = self.codec.encode(gradient)
-        return Contribution(fragment, head, payload, payload_digest(payload), tokens, residual)
+        payload = encode(anchor)
+        return Contribution(fragment, head, payload, payload_digest(payload), tokens)
 
     def left(self, contribution: Contribution) -> None:
         """``contribution`` enters its round."""
@@ -198,7 +209,8 @@ class StreamingDiLoCo:
             raise RemoteProtocolError(f"fragment {fragment}: the record's state differs from the one computed here")
         old, state.anchor, state.momentum = state.anchor, reduced.anchor, reduced.momentum
         counted = self._counted(state, signed, me)
-        if counted is not None:
+        latest = next(reversed(state.attempts), None)
+        if counted is not None and any(member.payload == latest for member in signed.record.members):
             state.residual = state.residual_left
         self._wait_for_local(state, old, counted)
         # The tip last: a contribution that saw the new one, in another thread, saw all the rest of it too.

@@ -5,15 +5,17 @@ they are taken within one run: the contenders take turns, round after round, and
 through arrays of at least 256 MB, so what is read next has long left the caches that belong to a core.
 
 The limit is what memory allows: encoding moves 4.5 bytes per value (4 in, half a byte out), decode-and-accumulate 8.5
-(half a byte in, 4 in, 4 out), at the rate at which ``np.copyto`` moves its 8 in the same run. The time of ``encode`` is
-that of writing into a payload that is there already, as ``copyto`` does; ``encode_fresh`` makes a new bytes object,
-whose pages the kernel has to find and clear.
+(half a byte in, 4 in, 4 out), at the rate at which ``np.copyto`` moves its 8 in the same run. That rate depends on the
+size: for very large arrays the C library writes past the caches. ``encode`` writes into a payload that is there
+already, as ``copyto`` does; ``encode_fresh`` makes a new bytes object, whose pages the kernel has to find and clear.
 
-hivemind's codecs take one tensor per call. It cuts tensors into parts of 512 KiB before it compresses them, and so
-does this. Its 8-bit ``extract`` fails under numpy 2.4 and later; the report says so then, and ``compress`` is timed.
+hivemind's codecs take one tensor per call. Its averager cuts tensors into parts of 512 KiB first, which fit a cache,
+and so does this; ``uniform8bit_whole`` is one call for all. Its 8-bit ``extract`` fails under numpy 2.4 and later; the
+report says so then, and only ``compress`` is timed.
 """
 
 import platform
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -45,11 +47,11 @@ MAX_FLOATS = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """Something that is timed: a call on the values ``start`` to ``stop``, of up to ``limit`` values per round."""
+    """Something that is timed: a call on the values ``start`` to ``stop``; a slow one gets fewer of them."""
 
     name: str
     call: Callable[[int, int], None]
-    limit: int = WALK
+    slow: bool = False
 
 
 def bench_codec(sizes: Sequence[int] = (16_000_000, 64_000_000), runs: int = 7) -> dict[str, Any]:
@@ -67,8 +69,10 @@ def bench_codec(sizes: Sequence[int] = (16_000_000, 64_000_000), runs: int = 7) 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        fault = _extract_fault()
-        reports = [_bench_size(size, runs, fault) for size in sizes]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch will drop what hivemind quantizes with
+            fault = _extract_fault()
+            reports = [_bench_size(size, runs, fault) for size in sizes]
     finally:
         torch.set_num_threads(threads)
     ratios = [key for key, value in reports[0]["ratios"].items() if value is not None]
@@ -94,10 +98,9 @@ def _bench_size(size: int, runs: int, extract_fault: str | None) -> dict[str, An
     times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for turn in range(runs + 1):
         for contender in contenders:
-            calls = min(count, max(1, contender.limit // size))
-            stop = min(size, contender.limit)
+            calls, stop = (max(1, SLOW // size), min(size, SLOW)) if contender.slow else (count, size)
             # Slow contenders walk as well, from round to round.
-            first = turn * calls % count if calls < count else 0
+            first = turn * calls % count if contender.slow else 0
             begin = perf_counter()
             for k in range(first, first + calls):
                 offset = k % count * size
@@ -150,8 +153,8 @@ def _contenders(x: Floats, size: int, extract_fault: str | None) -> list[Contend
             Contender(name=f"{path}_decode_add", call=on(path, decode_add)),
         ]
     found += [
-        Contender(name="torch_encode", call=torch_encode, limit=SLOW),
-        Contender(name="torch_decode_add", call=torch_decode_add, limit=SLOW),
+        Contender(name="torch_encode", call=torch_encode, slow=True),
+        Contender(name="torch_decode_add", call=torch_decode_add, slow=True),
     ]
     return found + _hivemind_contenders(x, out, size, extract_fault)
 
@@ -166,7 +169,12 @@ def _hivemind_contenders(x: Floats, out: Floats, size: int, extract_fault: str |
             for at in range(start, stop, PART):
                 codec.compress(torch.from_numpy(x[at : min(at + PART, stop)]), info)
 
-        found.append(Contender(name=f"{name}_encode", call=encode, limit=SLOW))
+        def encode_whole(start: int, stop: int, codec: Any = codec, info: Any = info) -> None:
+            codec.compress(torch.from_numpy(x[start:stop]), info)
+
+        if name == "uniform8bit":
+            found.append(Contender(name=f"{name}_whole_encode", call=encode_whole, slow=True))
+        found.append(Contender(name=f"{name}_encode", call=encode, slow=True))
         if name == "uniform8bit" and extract_fault:
             continue
         messages = [codec.compress(torch.from_numpy(part), info) for part in _cut(x[: min(size, SLOW)])]
@@ -175,7 +183,7 @@ def _hivemind_contenders(x: Floats, out: Floats, size: int, extract_fault: str |
             for message, part in zip(messages, _cut(out[start:stop]), strict=True):
                 torch.from_numpy(part).add_(codec.extract(message), alpha=WEIGHT)
 
-        found.append(Contender(name=f"{name}_decode_add", call=decode_add, limit=SLOW))
+        found.append(Contender(name=f"{name}_decode_add", call=decode_add, slow=True))
     return found
 
 
@@ -207,7 +215,7 @@ def _ratios(speed: dict[str, float]) -> dict[str, float | None]:
         ratios[f"{prefix}decode_add_over_memcpy"] = decode_add / speed["memcpy"]
         ratios[f"{prefix}encode_over_limit"] = encode * ENCODE_BYTES / copied
         ratios[f"{prefix}decode_add_over_limit"] = decode_add * DECODE_ADD_BYTES / copied
-        for other in ("uniform8bit", "float16"):
+        for other in ("uniform8bit", "uniform8bit_whole", "float16"):
             for what, mine in (("encode", encode), ("decode_add", decode_add)):
                 theirs = speed.get(f"{other}_{what}")
                 ratios[f"{prefix}{what}_over_{other}"] = mine / theirs if theirs else None

@@ -25,6 +25,7 @@ import torch
 
 from stretto.node.data.stream import TokenStream
 from stretto.node.model import build_model, count_parameters
+from stretto.node.parts import empty_for
 from stretto.node.sync import Sync
 from stretto.node.trainer import StepReport, Trainer, make_optimizer
 from stretto.protocol.chain import CommitRecord, Member, SignedRecord
@@ -68,7 +69,7 @@ class Stage:
     """A replica, and a played group whose other members' contributions are already here."""
 
     def __init__(self, device: torch.device, micro_batch: int) -> None:
-        self.run = bench_run()
+        self.run, self.device = bench_run(), device
         model = build_model(self.run.model, 0, device=device)
         self.parameters = count_parameters(model)
         self.specs = split_model(model, count=self.run.outer.fragments, pattern="strided")
@@ -76,7 +77,9 @@ class Stage:
         tokens = np.random.default_rng(0).integers(0, 8192, 400_000, dtype=np.uint16)
         stream = TokenStream(tokens, self.run.data.sequence_length, 0, _peer(0))
         self.peer = self._peer()
-        self.sync = Sync(self.fragments, self.peer, tau_max=self.run.outer.tau_max, fixed_tau=self.run.outer.tau_max)
+        tau = self.run.outer.tau_max
+        on_device = device.type == "cuda"
+        self.sync = Sync(self.fragments, self.peer, tau_max=tau, fixed_tau=tau, encode_on_device=on_device)
         self.trainer = Trainer(
             model=model,
             optimizer=make_optimizer(model, self.run.inner),
@@ -98,7 +101,7 @@ class Stage:
         return Peer(
             me=_peer(0),
             config=self.run,
-            diloco=StreamingDiLoCo(self.run, weights),
+            diloco=StreamingDiLoCo(self.run, weights, empty_for(self.device)),
             rules=Rules(inner_steps=outer.inner_steps, fragments=8, min_group=1, max_group=8, window=1.0),
             sign=lambda _: bytes(64),
             verify=lambda *_: True,
@@ -121,7 +124,7 @@ class Stage:
         diloco = self.peer.diloco
         if diloco.fragments[fragment].pending:
             return
-        contribution = diloco.leave(fragment, self.sync.snapshot(fragment), consume=True)
+        contribution = self.sync.leave(fragment)
         with self.sync.outer_lock:
             diloco.left(contribution)
         payloads = {**self.others[fragment], contribution.digest: contribution.payload}

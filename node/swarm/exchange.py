@@ -7,7 +7,6 @@ Arithmetic on whole fragments runs in worker threads, so that control messages f
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -34,7 +33,6 @@ from stretto.node.swarm.streams import (
 from stretto.node.sync import Sync
 from stretto.protocol import messages as m
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
-from stretto.protocol.fragments import first_not_finite
 from stretto.protocol.peer import Effect, FetchFrom, Over, Peer, PushTo, Repair, Work
 from stretto.protocol.rounds import Aborted, Committed, Outrun, Send
 from stretto.protocol.schedule import Clock, fragment_of
@@ -167,15 +165,11 @@ class Exchange:
         with self.sync.outer_lock:
             reason = self.peer.sits_out(round)
         if reason is None:
-            local = await self._in_thread(self.sync.snapshot, fragment)
             try:
-                leave = functools.partial(self.peer.diloco.leave, fragment, local, consume=True)
-                contribution = await self._in_thread(leave)
-            except LocalProtocolError:
-                # The gradient took the place of the weights, and is as little finite as they were.
+                contribution = await self._in_thread(self.sync.leave, fragment)
+            except LocalProtocolError as error:
                 self.sync.ask_reload()
-                where = first_not_finite(self.sync.model.specs[fragment], local) or "a result that came meanwhile"
-                reason = f"this peer's weights cannot be sent, so its anchors are reloaded: not finite in {where}"
+                reason = f"this peer's weights cannot be sent, so its anchors are reloaded: {error}"
             else:
                 if contribution.tokens and not any(contribution.payload):
                     self._say({"event": "fault", "what": f"fragment {fragment} did not change in a whole cycle"})

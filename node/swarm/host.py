@@ -72,6 +72,8 @@ class Host:
     def __init__(self, identity: Identity, config: HostConfig, p2p: P2P, node: DHTNode) -> None:
         self.identity, self.config, self.p2p, self.node = identity, config, p2p, node
         self.addresses: tuple[str, ...] = ()
+        self._why: dict[str, str] = {}
+        """Why an address could not be reached last, in words."""
 
     @classmethod
     async def start(cls, identity: Identity, config: HostConfig, validator: RecordValidatorBase) -> "Host":
@@ -127,9 +129,17 @@ class Host:
         except asyncio.TimeoutError:
             raise HostError(f"{address}: no answer in {self.config.dial_timeout:.0f} s") from None
         except (ControlFailure, P2PDaemonError, OSError) as error:
-            raise HostError(f"{address}: {_reason(error)}") from None
+            raise HostError(f"{address}: {self._reason(address, error)}") from None
         if pong is None:
             raise HostError(f"{address}: connected, but its DHT does not answer")
+
+    def _reason(self, address: str, error: Exception) -> str:
+        """What failed; while the daemon holds off ("dial backoff") that is what failed before."""
+        reason = _reason(error)
+        if reason == "dial backoff":
+            return self._why.get(address, "no connection a moment ago")
+        self._why[address] = reason
+        return reason
 
     async def connect(self, peer: bytes, addresses: Sequence[str]) -> bool:
         """Let the daemon know a peer of the roster; False if it cannot be reached now."""

@@ -106,7 +106,9 @@ class Member:
             total = self.exchange.peer.fragments
             have = f"{total - len(behind)} of {total} fragments are here"
             if not peers:
-                return f"waiting for a peer that has the run's state: {have}, and nobody is in sight who has the others"
+                return (
+                    f"waiting for a peer that has the run's state: {have}, and nobody is in sight who has the others"
+                )
             return f"downloading the run's state: {have}"
         if new_run:
             return f"waiting for {start_peers - ready} more peer(s): {ready} of {start_peers} are ready"

@@ -139,7 +139,12 @@ class Process:
 
     def all_gone(self, *, limit: float = 10.0) -> None:
         """Wait until it and all that it started are gone."""
-        until(lambda: not self.family(), f"end of the family of {self.name}", limit=limit, logs=lambda: str(self.family()))
+        until(
+            lambda: not self.family(),
+            f"end of the family of {self.name}",
+            limit=limit,
+            logs=lambda: str(self.family()),
+        )
 
     # ------------------------------------------------------------------ a node's files
 

@@ -102,7 +102,8 @@ def _bad_runs(lab: Lab, run: RunConfig) -> dict[str, Process]:
 def _bad_keys(lab: Lab, invite: str, busy_port: int) -> dict[str, Process]:
     junk, empty, folder = (lab.folder / name for name in ("junk.key", "empty.key", "folder.key"))
     junk.write_text("junk\n", encoding="utf-8")
-    empty.touch()
+    junk.chmod(0o600)
+    empty.touch(0o600)
     folder.mkdir()
     port = str(busy_port)
     return {

@@ -50,7 +50,7 @@ def commit(diloco: StreamingDiLoCo, contribution: Contribution, *, counted: bool
         electors=(member.peer,), state=reduced.digest, tokens_total=tip.tokens_total + 1, clock=Clock(1, 0.0, 1.0),
         coordinator=member.peer,
     )  # fmt: skip
-    diloco.install(0, SignedRecord(record, bytes(64)), reduced, counted=counted)
+    assert diloco.install(0, SignedRecord(record, bytes(64)), reduced, me=A) == counted
 
 
 def foreign(diloco: StreamingDiLoCo) -> Contribution:
@@ -172,11 +172,16 @@ def test_a_round_that_did_not_count_this_peer_leaves_the_residual_as_it_was() ->
 def test_a_downloaded_state_begins_with_no_residual(counted: bool) -> None:
     diloco, ahead = make(), make()
     local, _ = counted_once(diloco)
-    commit(ahead, foreign(ahead), counted=False)
-    contribute(diloco, local)
+    mine = contribute(diloco, local)
+    commit(ahead, mine if counted else foreign(ahead), counted=False)
     theirs = ahead.fragments[0]
     copy = Reduced(theirs.anchor, theirs.momentum, state_digest(theirs.anchor, theirs.momentum))
-    diloco.replace(0, copy, theirs.tip, theirs.record, counted=counted)
+    assert theirs.record is not None
+    members = (Member(A if counted else B, 1, mine.digest if counted else theirs.record.record.members[0].payload),)
+    electors = tuple(member.peer for member in members)
+    record = dataclasses.replace(theirs.record.record, members=members, electors=electors)
+    diloco.replace(0, copy, SignedRecord(record, bytes(64)), me=A)
+    assert (diloco.fragments[0].merge_with is not None) == counted
     assert (diloco.fragments[0].residual, diloco.fragments[0].residual_left) == (None, None)
 
 

@@ -327,3 +327,38 @@ def test_nothing_of_old_rounds_is_kept() -> None:
         kept = [round for round in range(40) if round in sim.peer._live]
         assert kept == [36, 37, 38, 39]
         assert [len(sim.peer._live[round].payloads) for round in kept] == [3] * 4
+
+
+def test_an_initial_state_is_never_taken_over_whatever_its_hash() -> None:
+    tried = 0
+    for seed in range(20):
+        peer = make(A)
+        random = np.random.default_rng(seed)
+        reduced = seal(random.normal(size=5).astype(np.float32), np.zeros(5, np.float32))
+        tip = genesis(peer.run, 0, reduced.digest)
+        tried += tip.beats(peer.tips()[0])
+        state = m.State(0, tip, None, Clock(9, 90.0, 10.0), reduced.digest, 40)
+        assert not peer.adopt(state, reduced)
+        assert peer.diloco.fragments[0].anchor.tobytes() == START[0].tobytes()
+    assert tried > 3  # some of these would have won by their hash
+
+
+def test_a_clock_that_does_not_follow_is_not_heard() -> None:
+    peer = make(A)
+    before = peer.clock
+    for lie in (Clock(2**39, 1e10, 10.0), Clock(1, 10.0, 0.001), Clock(3, 5e5, 10.0)):
+        peer.hear(A, lie, (0, 0), (0, 0))
+        assert peer.clock == before
+    peer.hear(A, Clock(3, 31.0, 11.0), (0, 0), (0, 0))
+    assert peer.clock == Clock(3, 31.0, 11.0)
+
+
+def test_the_first_clock_is_the_one_that_most_others_fit_and_of_these_the_furthest() -> None:
+    honest = [Clock(4, 40.0, 10.0), Clock(5, 50.5, 10.5), Clock(5, 50.2, 10.2)]
+    for lie in (Clock(2**39, 1e10, 10.0), Clock(6, 60.0, 500.0)):
+        peer = make()
+        peer.clock = None
+        peer.adopt_first_clock([lie, *honest])
+        assert peer.clock == Clock(5, 50.2, 10.2)
+    peer.adopt_first_clock([Clock(9, 90.0, 10.0)])
+    assert peer.clock == Clock(5, 50.2, 10.2)  # only where there is none

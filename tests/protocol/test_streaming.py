@@ -13,7 +13,7 @@ from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
 from stretto.protocol.outer import Vector
 from stretto.protocol.schedule import Clock
 from stretto.protocol.simulation import peer_id
-from stretto.protocol.streaming import Contribution, Reduced, StreamingDiLoCo, seal
+from stretto.protocol.streaming import Contribution, MAX_ATTEMPTS, Reduced, StreamingDiLoCo, seal
 from tests.fakes import toy_config
 
 A, B = sorted(peer_id(index) for index in range(2))
@@ -46,10 +46,10 @@ def contribute(diloco: StreamingDiLoCo, fragment: int, local: Vector) -> Contrib
     return contribution
 
 
-def commit(diloco: StreamingDiLoCo, fragment: int, by: dict[bytes, Contribution], *, counted: bool) -> Reduced:
+def commit(diloco: StreamingDiLoCo, fragment: int, by: dict[bytes, Contribution]) -> Reduced:
     members = [Member(peer, c.tokens, c.digest) for peer, c in sorted(by.items())]
     reduced = diloco.reduce(fragment, members, {c.digest: c.payload for c in by.values()})
-    diloco.install(fragment, signed(diloco, fragment, members, reduced), reduced, counted=counted)
+    diloco.install(fragment, signed(diloco, fragment, members, reduced), reduced, me=A)
     return reduced
 
 
@@ -83,7 +83,7 @@ def test_a_committed_round_is_the_average_and_a_nesterov_step() -> None:
     diloco.trained(300)
     mine, other = contribute(diloco, 1, local), foreign(diloco, 1, 2)
     start = diloco.fragments[1].anchor
-    commit(diloco, 1, {A: mine, B: other}, counted=True)
+    commit(diloco, 1, {A: mine, B: other})
     gradient = np.zeros(64, np.float32)
     gradient += np.float32(0.75) * (start - local)
     gradient += np.float32(0.25) * np.frombuffer(other.payload, "<f4")
@@ -104,7 +104,7 @@ def test_an_uncounted_peer_keeps_its_uncounted_work() -> None:
     diloco.trained(300)
     contribute(diloco, 1, local)
     old = diloco.fragments[1].anchor
-    commit(diloco, 1, {B: foreign(diloco, 1, 2)}, counted=False)
+    commit(diloco, 1, {B: foreign(diloco, 1, 2)})
     new = diloco.fragments[1].anchor
     assert np.abs(new - old).max() > 0.01
     rebased = diloco.come_back(1, local)
@@ -118,12 +118,13 @@ def test_a_download_keeps_uncounted_work_too() -> None:
     diloco.trained(300)
     ahead = make(alpha=0.0)
     for seed in (2, 3, 4):
-        commit(ahead, 1, {B: foreign(ahead, 1, seed)}, counted=False)
+        commit(ahead, 1, {B: foreign(ahead, 1, seed)})
         ahead.come_back(1, local)
     theirs, mine = ahead.fragments[1], diloco.fragments[1]
     old = mine.anchor
     copy = seal(theirs.anchor, theirs.momentum)
-    diloco.replace(1, copy, theirs.tip, theirs.record)
+    assert theirs.record is not None
+    diloco.replace(1, copy, theirs.record, me=A)
     assert (mine.tip, mine.anchor.tobytes()) == (theirs.tip, theirs.anchor.tobytes())
     rebased = diloco.come_back(1, local)
     np.testing.assert_allclose(mine.anchor - rebased, old - local, rtol=0, atol=1e-6)
@@ -134,7 +135,7 @@ def test_two_moves_before_the_local_weights_meet_them_add_up() -> None:
     diloco, local = make(), vectors(1)[3]
     old = diloco.fragments[3].anchor
     for seed in (2, 3):
-        commit(diloco, 3, {B: foreign(diloco, 3, seed)}, counted=False)
+        commit(diloco, 3, {B: foreign(diloco, 3, seed)})
     new = diloco.fragments[3].anchor
     np.testing.assert_allclose(new - diloco.come_back(3, local), old - local, rtol=0, atol=1e-6)
 
@@ -142,9 +143,9 @@ def test_two_moves_before_the_local_weights_meet_them_add_up() -> None:
 def test_a_merge_and_a_later_move_before_the_local_weights_meet_them() -> None:
     diloco, local = make(alpha=0.5), vectors(1)[3]
     first = contribute(diloco, 3, local)
-    commit(diloco, 3, {A: first}, counted=True)
+    commit(diloco, 3, {A: first})
     middle = diloco.fragments[3].anchor
-    commit(diloco, 3, {B: foreign(diloco, 3, 2)}, counted=False)
+    commit(diloco, 3, {B: foreign(diloco, 3, 2)})
     new = diloco.fragments[3].anchor
     expected = outer.merge(local, middle, 0.5) + (new - middle)
     assert diloco.come_back(3, local).tobytes() == expected.tobytes()
@@ -171,7 +172,7 @@ def test_tokens_trained_during_the_round_stay_for_the_next_one() -> None:
     diloco.trained(300)
     mine = contribute(diloco, 1, local)
     diloco.trained(20)
-    commit(diloco, 1, {A: mine}, counted=True)
+    commit(diloco, 1, {A: mine})
     assert diloco.fragments[1].tokens == 20
     assert [diloco.fragments[other].tokens for other in (0, 2, 3)] == [320] * 3
 
@@ -181,7 +182,7 @@ def test_arrays_are_replaced_and_never_changed() -> None:
     anchor, momentum = diloco.fragments[1].anchor, diloco.fragments[1].momentum
     kept = anchor.copy(), momentum.copy()
     mine = contribute(diloco, 1, local)
-    commit(diloco, 1, {A: mine}, counted=True)
+    commit(diloco, 1, {A: mine})
     assert (anchor.tobytes(), momentum.tobytes()) == (kept[0].tobytes(), kept[1].tobytes())
     assert diloco.fragments[1].anchor is not anchor
 
@@ -197,7 +198,7 @@ def test_the_order_of_payloads_in_memory_does_not_matter() -> None:
 
 def test_a_pending_result_must_be_merged_before_the_fragment_leaves_again() -> None:
     diloco, local = make(), vectors(1)[1]
-    commit(diloco, 1, {A: contribute(diloco, 1, local)}, counted=True)
+    commit(diloco, 1, {A: contribute(diloco, 1, local)})
     with pytest.raises(LocalProtocolError, match="fragment 1: the last result has not been merged yet"):
         diloco.leave(1, local)
     diloco.leave(3, vectors(1)[3])  # the others may
@@ -209,9 +210,9 @@ def test_a_record_that_does_not_extend_the_chain_is_a_bug_here() -> None:
     members = [Member(A, mine.tokens, mine.digest)]
     reduced = diloco.reduce(1, members, {mine.digest: mine.payload})
     record = signed(diloco, 1, members, reduced)
-    diloco.install(1, record, reduced, counted=True)
+    diloco.install(1, record, reduced, me=A)
     with pytest.raises(LocalProtocolError, match="fragment 1: record does not extend this chain"):
-        diloco.install(1, record, reduced, counted=True)
+        diloco.install(1, record, reduced, me=A)
 
 
 def test_other_bits_than_the_records_are_refused_and_change_nothing() -> None:
@@ -223,7 +224,7 @@ def test_other_bits_than_the_records_are_refused_and_change_nothing() -> None:
     state = diloco.fragments[1]
     before = state.anchor, state.momentum, state.tip, state.tokens
     with pytest.raises(RemoteProtocolError, match="the record's state differs from the one computed here"):
-        diloco.install(1, record, reduced, counted=True)
+        diloco.install(1, record, reduced, me=A)
     assert (state.anchor, state.momentum, state.tip, state.tokens, state.pending) == (*before, False)
 
 
@@ -238,7 +239,7 @@ def test_a_payload_that_does_not_decode_is_the_senders_fault() -> None:
 def test_after_a_commit_the_tip_is_the_records() -> None:
     diloco, local = make(), vectors(1)[1]
     diloco.trained(10)
-    reduced = commit(diloco, 1, {A: contribute(diloco, 1, local)}, counted=True)
+    reduced = commit(diloco, 1, {A: contribute(diloco, 1, local)})
     state = diloco.fragments[1]
     assert state.record is not None
     assert state.tip == after(state.record.record)
@@ -248,5 +249,49 @@ def test_after_a_commit_the_tip_is_the_records() -> None:
 
 def test_a_fragment_without_weights_works() -> None:
     diloco = make("e3m0")
-    commit(diloco, 2, {A: contribute(diloco, 2, vectors(1)[2])}, counted=True)
+    commit(diloco, 2, {A: contribute(diloco, 2, vectors(1)[2])})
     assert diloco.come_back(2, vectors(1)[2]).size == 0
+
+
+def test_an_earlier_attempt_that_was_counted_after_all_is_merged_and_only_its_tokens_are_taken_off() -> None:
+    diloco = make()
+    local = [weights + 1 for weights in vectors(0)]
+    diloco.trained(100)
+    first = contribute(diloco, 1, local[1])
+    diloco.trained(30)
+    second = contribute(diloco, 1, local[1] + 1)
+    assert (first.tokens, second.tokens) == (100, 130)
+    commit(diloco, 1, {A: first})
+    state = diloco.fragments[1]
+    assert state.tokens == 30
+    assert state.merge_with is state.anchor
+    assert state.shift is None
+    assert state.attempts == {}
+
+
+def test_a_record_that_counts_what_never_left_here_is_no_reason_to_merge() -> None:
+    diloco = make()
+    diloco.trained(100)
+    contribute(diloco, 1, vectors(1)[1])
+    commit(diloco, 1, {A: foreign(diloco, 1, 5)})
+    state = diloco.fragments[1]
+    assert state.tokens == 100
+    assert state.merge_with is None
+    assert state.shift is not None
+
+
+def test_attempts_from_one_anchor_are_bounded() -> None:
+    diloco = make()
+    for number in range(MAX_ATTEMPTS + 5):
+        diloco.trained(1)
+        latest = contribute(diloco, 1, vectors(number)[1])
+    assert len(diloco.fragments[1].attempts) == MAX_ATTEMPTS
+    assert diloco.fragments[1].attempts[latest.digest] == MAX_ATTEMPTS + 5
+
+
+def test_encoding_elsewhere_gives_the_same_contribution() -> None:
+    diloco = make("e3m0")
+    diloco.trained(7)
+    local = vectors(3)[3]
+    elsewhere = diloco.leave_with(3, lambda anchor: diloco.codec.encode(anchor - local))
+    assert elsewhere == diloco.leave(3, local.copy(), consume=True)
