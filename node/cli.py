@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _usage(error: Any) -> NoReturn:
-    """A flag or argument that typer refused: click's errors, of whichever copy of click typer uses, show themselves."""
+    """A flag or argument that typer refused: click's errors show themselves, whichever copy of click typer uses."""
     error.show()
     sys.exit(error.exit_code)
 

@@ -97,11 +97,21 @@ def next_clock(
 
 
 def follows(clock: Clock, proposed: Clock) -> bool:
-    """Whether a member whose clock is ``clock`` accepts a record that sets ``proposed``.
+    """Whether a peer whose clock is ``clock`` accepts ``proposed``, from a record or from another peer.
 
-    Looser than ``MAX_CHANGE``, since a member may have missed the records of some rounds, each a bounded change.
+    Looser than ``MAX_CHANGE``, since a peer may have missed the records of some rounds, each a bounded change: the
+    interval, and the mean interval of the rounds between the two, may differ by the factor ``MAX_DRIFT``.
     """
-    ratio = proposed.interval / clock.interval
-    rounds = abs(proposed.round - clock.round) + 1
-    slack = MAX_DRIFT * rounds * max(clock.interval, proposed.interval)
-    return 1 / MAX_DRIFT <= ratio <= MAX_DRIFT and abs(proposed.at - clock.departure(proposed.round)) <= slack
+    if not 1 / MAX_DRIFT <= proposed.interval / clock.interval <= MAX_DRIFT:
+        return False
+    rounds, seconds = proposed.round - clock.round, proposed.at - clock.at
+    if rounds < 0:
+        rounds, seconds = -rounds, -seconds
+    slack = 2 * MAX_DRIFT * max(clock.interval, proposed.interval)
+    due = rounds * clock.interval
+    return due / MAX_DRIFT - slack <= seconds <= due * MAX_DRIFT + slack
+
+
+def plausible(clock: Clock, now: float) -> bool:
+    """Whether ``clock`` can be in force at swarm time ``now``: its own round is not far in the future."""
+    return clock.at - now <= 2 * MAX_DRIFT * clock.interval

@@ -35,7 +35,7 @@ from stretto.protocol import messages as m
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
 from stretto.protocol.peer import Effect, FetchFrom, Over, Peer, PushTo, Repair, Work
 from stretto.protocol.rounds import Aborted, Committed, Outrun, Send
-from stretto.protocol.schedule import Clock, fragment_of
+from stretto.protocol.schedule import Clock, fragment_of, plausible
 
 logger = logging.getLogger(__name__)
 
@@ -361,13 +361,19 @@ class Exchange:
             seen_since = {peer for peer in there if self._lost_at.get(peer, 0.0) <= self.roster.expires[peer] - EXPIRY}
             candidates = [peer for peer in there if not there[peer].client_mode]
             effects: list[Effect] = []
+            now = self.now()
+            clocks = {
+                peer: record.clock
+                for peer, record in self.roster.peers.items()
+                if record.clock is not None and plausible(record.clock, now)
+            }
             with self.sync.outer_lock:
                 resigned = self._electors.resigned(self.peer.tips(), self.roster.peers, time.monotonic())
                 self.peer.set_roster(candidates, sorted(seen_since), resigned)
-                self.peer.adopt_first_clock([r.clock for r in self.roster.peers.values() if r.clock is not None])
+                self.peer.adopt_first_clock(list(clocks.values()))
                 for peer, record in self.roster.peers.items():
                     if record.versions and record.state != "joining":
-                        effects += self.peer.hear(peer, record.clock, record.versions, record.chain_tokens)
+                        effects += self.peer.hear(peer, clocks.get(peer), record.versions, record.chain_tokens)
             if self.peer.clock is not None:
                 self._clock_set.set()
             self._perform(effects)

@@ -13,7 +13,7 @@ from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
 from stretto.protocol.outer import Vector
 from stretto.protocol.schedule import Clock
 from stretto.protocol.simulation import peer_id
-from stretto.protocol.streaming import Contribution, MAX_ATTEMPTS, Reduced, StreamingDiLoCo, seal
+from stretto.protocol.streaming import MAX_ATTEMPTS, Contribution, Reduced, StreamingDiLoCo, seal
 from tests.fakes import toy_config
 
 A, B = sorted(peer_id(index) for index in range(2))
