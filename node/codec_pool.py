@@ -15,10 +15,29 @@ from concurrent.futures import Executor
 import numpy as np
 
 from stretto.protocol import fp4
+from stretto.protocol.codecs import E3M0
 from stretto.protocol.fp4 import Bytes, Floats, Payload
 
 PIECE = 1 << 20
 """Values per call, a multiple of the block size: hundreds of microseconds of work, far above a thread switch."""
+
+
+class PooledE3M0(E3M0):
+    """The codec ``e3m0`` that spreads large vectors over the threads of ``pool``."""
+
+    def __init__(self, pool: Executor) -> None:
+        self._pool = pool
+
+    def encode(self, x: Floats) -> bytes:
+        """As ``E3M0.encode``."""
+        return encode_parallel(x, self._pool) if x.size > PIECE else super().encode(x)
+
+    def decode_add(self, payload: Payload, weight: float, out: Floats) -> None:
+        """As ``E3M0.decode_add``."""
+        if out.size > PIECE:
+            decode_add_parallel(payload, weight, out, self._pool)
+        else:
+            super().decode_add(payload, weight, out)
 
 
 def encode_parallel(x: Floats, pool: Executor) -> bytes:

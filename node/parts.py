@@ -5,14 +5,17 @@ Each function makes one part and refuses, in words, what does not fit. ``stretto
 
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
+from stretto.node.codec_pool import PooledE3M0
 from stretto.node.console import Console
 from stretto.node.data.corpus import Corpus, open_corpus
 from stretto.node.data.tokenizer import load_tokenizer
 from stretto.node.swarm.identity import Identity, verify
+from stretto.protocol.codecs import E3M0
 from stretto.protocol.config import RunConfig
 from stretto.protocol.errors import ConfigError
 from stretto.protocol.fragments import FragmentedModel, split_model
@@ -20,6 +23,9 @@ from stretto.protocol.outer import Vector
 from stretto.protocol.peer import Peer
 from stretto.protocol.rounds import Rules
 from stretto.protocol.streaming import StreamingDiLoCo, empty
+
+CODEC_THREADS = 2
+"""One thread nearly fills the memory bus of a home machine, and the trainer wants the other cores."""
 
 
 def choose_device(name: str, console: Console) -> torch.device:
@@ -96,6 +102,8 @@ def make_peer(
     """
     initial = (model.gather(index) for index in range(len(model.specs)))
     diloco = StreamingDiLoCo(run, initial, empty_for(device))
+    if run.wire.up == E3M0.name:
+        diloco.codec = PooledE3M0(ThreadPoolExecutor(CODEC_THREADS, thread_name_prefix="codec"))
     rules = Rules(
         inner_steps=run.outer.inner_steps,
         fragments=len(model.specs),

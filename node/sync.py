@@ -125,7 +125,10 @@ class Sync:
             with self.step_lock:
                 self._left_at[fragment] = self.step
                 weights = self.model.gather_on_device(fragment)
-            return self.peer.diloco.leave_with(fragment, lambda anchor: encode_difference(anchor, weights))
+            try:
+                return self.peer.diloco.leave_with(fragment, lambda anchor: encode_difference(anchor, weights))
+            except LocalProtocolError as error:
+                raise self._named(fragment, weights.cpu().numpy(), error) from None
         with self.step_lock:
             self._left_at[fragment] = self.step
             local = self.model.gather(fragment)
@@ -133,8 +136,11 @@ class Sync:
             return self.peer.diloco.leave(fragment, local, consume=True)
         except LocalProtocolError as error:
             # The gradient took the place of the weights, and is as little finite as they were.
-            where = first_not_finite(self.model.specs[fragment], local)
-            raise LocalProtocolError(f"not finite in {where}" if where else str(error)) from None
+            raise self._named(fragment, local, error) from None
+
+    def _named(self, fragment: int, weights: Vector, error: LocalProtocolError) -> LocalProtocolError:
+        where = first_not_finite(self.model.specs[fragment], weights)
+        return LocalProtocolError(f"not finite in {where}") if where else error
 
     def ask_reload(self) -> None:
         """The local weights are not finite: the training thread is to reload the anchors."""
