@@ -552,7 +552,7 @@ class Round:
         return all(peer in join.tried for peer in before)
 
     def _maybe_close(self, desk: _Desk, now: float) -> list[Action]:
-        full = len(desk.joined) >= self.rules.max_group and self.tip.quorum(desk.joined)
+        full = len(desk.joined) >= self.rules.max_group and self.tip.quorum(desk.joined, self.resigned)
         if self.mine is not None and (full or self.expected <= desk.joined.keys() | desk.gone):
             return self._close(desk, now)
         return []
@@ -582,7 +582,7 @@ class Round:
         """Keep ``max_group`` members: this peer, a quorum, then whoever came first. The rest hear the outcome."""
         chosen = [self.me]
         for peer in desk.joined:
-            if peer in self.tip.electors and not self.tip.quorum(chosen):
+            if peer in self.tip.electors and not self.tip.quorum(chosen, self.resigned):
                 chosen.append(peer)
         order = list(dict.fromkeys([*chosen, *desk.joined]))
         for peer in order[self.rules.max_group :]:
