@@ -389,7 +389,7 @@ class Peer:
                 clock=self.clock,
                 candidates=rendezvous_order(self.run, fragment, round, sorted(self._candidates | serving)),
                 expected=self._expected,
-                rules=self.rules,
+                rules=self.rules.within(self.fragments * self.clock.interval),
                 sign=self._sign,
                 verify=self._verify,
                 resigned=self._resigned,

@@ -18,7 +18,7 @@ Rules:
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import median
 from typing import TypeAlias
@@ -46,6 +46,19 @@ class Rules:
     """An exchange may always take this long, however impatient the members are."""
     ask_wait: float = 2.0
     """How long to wait for answers to Ask, and for a fetched payload before the next holder is tried."""
+
+    def within(self, cycle: float) -> "Rules":
+        """These rules for a run whose fragments leave every ``cycle`` seconds: no wait may outlast the round's turn.
+
+        Without it a silent peer holds every round until the fragment's next one overtakes it.
+        """
+        return replace(
+            self,
+            window=min(self.window, cycle / 4),
+            margin=min(self.margin, cycle / 8),
+            min_exchange=min(self.min_exchange, cycle / 4),
+            ask_wait=min(self.ask_wait, cycle / 16),
+        )
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,11 @@ class Exchange:
             self.peer.adopt_clock(clock)
         self._clock_set.set()
 
+    def is_lost(self, peer: bytes) -> bool:
+        """Whether the connection to ``peer`` broke after it renewed its roster record."""
+        renewed = self.roster.expires.get(peer, 0.0) - EXPIRY
+        return self._lost_at.get(peer, 0.0) > renewed
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(self._guarded(work))
         self._tasks.add(task)
@@ -358,7 +363,7 @@ class Exchange:
             await self.roster.changed.wait()
             self.roster.changed.clear()
             there = {peer: record for peer, record in self.roster.peers.items() if online(record)}
-            seen_since = {peer for peer in there if self._lost_at.get(peer, 0.0) <= self.roster.expires[peer] - EXPIRY}
+            seen_since = {peer for peer in there if not self.is_lost(peer)}
             candidates = [peer for peer in there if not there[peer].client_mode]
             effects: list[Effect] = []
             now = self.now()

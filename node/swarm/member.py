@@ -145,7 +145,7 @@ class Member:
         self.waiting_for = "waiting until the others have the last round too"
         while time.monotonic() < end:
             mine = [tip.version for tip in self.exchange.peer.tips()]
-            others = self.roster.peers.values()
+            others = [record for peer, record in self.roster.peers.items() if not self.exchange.is_lost(peer)]
             if all(list(r.versions) == mine and r.state in ("finished", "leaving") for r in others):
                 return
             self.roster.nudge()

@@ -20,16 +20,19 @@ def summarize(run: RunConfig | None, run_id: bytes, peers: Mapping[bytes, PeerRe
     training = [record for record in peers.values() if online(record)]
     clocks = [record.clock for record in peers.values() if record.clock is not None]
     clock = max(clocks, key=lambda clock: clock.round, default=None)
-    newest = max((record.versions for record in training), default=())
-    heads = {record.heads for record in training if record.versions == newest}
+    heads: dict[tuple[int, ...], set[bytes]] = {}
+    for record in training:
+        heads.setdefault(record.versions, set()).add(record.heads)
+    # One peer's word must not decide: the median count, and heads among those that claim the same commits.
+    commits = sorted(sum(record.versions) for record in training)
     return {
         "run": run_id.hex(),
         "name": run.name if run else None,
         "peers": len(training),
         "round": clock.round if clock else None,
         "interval_seconds": clock.interval if clock else None,
-        "commits": sum(newest),
-        "heads_equal": len(heads) <= 1,
+        "commits": commits[(len(commits) - 1) // 2] if commits else 0,
+        "heads_equal": all(len(claimed) == 1 for claimed in heads.values()),
         "tokens_per_second": (
             sum(record.rate for record in training) * run.inner.tokens_per_step if run is not None else None
         ),

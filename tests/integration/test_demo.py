@@ -18,7 +18,7 @@ def run_demo(lab: Lab, peers: int, rounds: int) -> tuple[Process, dict[str, Any]
     """The ended demo and its report."""
     report = lab.folder / "report.json"
     demo = lab.run(
-        "demo", "--peers", str(peers), "--rounds", str(rounds), "--inner-steps", "16", "--report", report, limit=100
+        "demo", "--peers", str(peers), "--rounds", str(rounds), "--report", report, limit=100
     )  # fmt: skip
     assert demo.popen.returncode == 0, demo.tail()
     no_traceback(demo)
@@ -39,9 +39,9 @@ def run_demo(lab: Lab, peers: int, rounds: int) -> tuple[Process, dict[str, Any]
 
 
 def test_two_peers_train_one_model_and_send_little(lab: Lab) -> None:
-    demo, report = run_demo(lab, peers=2, rounds=10)
-    # A machine that was busy for a whole interval skips that round.
-    assert report["rounds_committed"] >= 8, report["abort_reasons"]
+    demo, report = run_demo(lab, peers=2, rounds=8)
+    # The first round may come before all know the clock, and a busy machine may skip one.
+    assert report["rounds_committed"] >= 6, report["abort_reasons"]
     assert 0 < report["bytes_up_per_peer"] <= 1.1 * report["bytes_up_group_payload"]
     assert 7 < report["bytes_up_fp32_equivalent"] / report["bytes_up_group_payload"] < 8.1
     heads = [node["heads"] for node in report["nodes"].values()]
@@ -52,8 +52,8 @@ def test_two_peers_train_one_model_and_send_little(lab: Lab) -> None:
 
 
 def test_a_lone_peer_learns_too(lab: Lab) -> None:
-    demo, report = run_demo(lab, peers=1, rounds=10)
-    # A machine that was busy for a whole interval skips that round.
-    assert report["rounds_committed"] >= 8, report["abort_reasons"]
+    demo, report = run_demo(lab, peers=1, rounds=8)
+    # The first round may come before all know the clock, and a busy machine may skip one.
+    assert report["rounds_committed"] >= 6, report["abort_reasons"]
     assert report["bytes_up_per_peer"] == report["bytes_up_group_payload"] == 0
     assert "did not change" not in demo.text

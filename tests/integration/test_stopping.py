@@ -4,6 +4,7 @@ import os
 import signal
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def importing(process: Process) -> None:
     until(lambda: "numpy" in maps.read_text(encoding="utf-8"), "the import of numpy", logs=process.tail)
 
 
-DEMO_PHASES = {
+DEMO_PHASES: dict[str, Callable[[Process], object]] = {
     "imports": importing,
     "bootstrap starts": lambda demo: demo.see("starting the bootstrap peer"),
     "nodes start": lambda demo: demo.see("processes: "),

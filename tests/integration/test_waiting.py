@@ -2,7 +2,7 @@
 
 import signal
 
-from tests.integration.processes import Lab, micro_run, no_traceback
+from tests.integration.processes import Lab, heads_equal, micro_run, no_traceback
 
 
 def test_a_run_for_two_waits_for_the_second(lab: Lab) -> None:
@@ -23,7 +23,8 @@ def test_a_run_for_two_waits_for_the_second(lab: Lab) -> None:
 
 
 def test_nodes_that_are_there_before_their_bootstrap_peer_meet_when_it_comes(lab: Lab) -> None:
-    run = lab.write_run(micro_run(lab.corpus))
+    # A window that is shorter than a cycle, so that rounds do not overtake each other.
+    run = lab.write_run(micro_run(lab.corpus, inner_steps=120, window=0.3))
     bootstrap, invite = lab.bootstrap(run)
     bootstrap.signal(signal.SIGTERM)
     assert bootstrap.exit_code(limit=10) == 0
@@ -37,5 +38,7 @@ def test_nodes_that_are_there_before_their_bootstrap_peer_meet_when_it_comes(lab
     for node in nodes:
         assert node.exit_code() == 0, node.tail()
         no_traceback(node)
-        assert len(node.committed()) == 12
-        assert {event["members"] for event in node.events("round")} == {2}
+        # The first rounds may come before both know the clock; then there is one group of two and no other.
+        last = node.events("round")[-6:]
+        assert {(event["outcome"], event.get("members")) for event in last} == {("committed", 2)}, last
+    assert heads_equal(nodes)

@@ -43,7 +43,12 @@ def test_threads_do_not_mix_their_lines() -> None:
     stream = io.StringIO()
     console = Console(stream)
     texts = [str(digit) * 200 for digit in range(8)]
-    threads = [threading.Thread(target=lambda t=text: [console.say(f"{t} {i}") for i in range(50)]) for text in texts]
+
+    def talk(text: str) -> None:
+        for number in range(50):
+            console.say(f"{text} {number}")
+
+    threads = [threading.Thread(target=talk, args=[text]) for text in texts]
     for thread in threads:
         thread.start()
     for thread in threads:

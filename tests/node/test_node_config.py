@@ -137,9 +137,9 @@ def test_a_wrong_type_in_a_file_is_named(tmp_path: Path, toml: str, message: str
         ({"STRETTO_CLIENT_MODE": "maybe"}, "STRETTO_CLIENT_MODE is 'maybe', it must be 1 or 0"),
     ],
 )
-def test_a_wrong_type_in_the_environment_is_named(tmp_path: Path, variables: dict[str, str], message: str) -> None:
+def test_a_wrong_type_in_the_environment_is_named(variables: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(tmp_path, **variables)
+        load_node_config({}, environment=variables)
     assert str(caught.value) == message
 
 

@@ -64,7 +64,8 @@ def train(sync: Sync, fragment: int, change: float) -> None:
 def contributed(sync: Sync, fragment: int) -> Vector:
     """The weights that a contribution shows which leaves now: anchor minus outer gradient."""
     payload = sync.leave(fragment).payload
-    return sync.peer.diloco.fragments[fragment].anchor - np.frombuffer(payload, "<f4")
+    shown: Vector = sync.peer.diloco.fragments[fragment].anchor - np.frombuffer(payload, "<f4")
+    return shown
 
 
 def commit(sync: Sync, fragment: int, *, counted: bool) -> Vector:
