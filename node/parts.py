@@ -4,7 +4,6 @@ Each function makes one part and refuses, in words, what does not fit. ``stretto
 """
 
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,15 +13,15 @@ from stretto.node.codec_pool import PooledE3M0
 from stretto.node.console import Console
 from stretto.node.data.corpus import Corpus, open_corpus
 from stretto.node.data.tokenizer import load_tokenizer
+from stretto.node.memory import empty_for
 from stretto.node.swarm.identity import Identity, verify
 from stretto.protocol.codecs import E3M0
 from stretto.protocol.config import RunConfig
 from stretto.protocol.errors import ConfigError
 from stretto.protocol.fragments import FragmentedModel, split_model
-from stretto.protocol.outer import Vector
 from stretto.protocol.peer import Peer
 from stretto.protocol.rounds import Rules
-from stretto.protocol.streaming import StreamingDiLoCo, empty
+from stretto.protocol.streaming import StreamingDiLoCo
 
 CODEC_THREADS = 2
 """One thread nearly fills the memory bus of a home machine, and the trainer wants the other cores."""
@@ -80,17 +79,6 @@ def cut_model(run: RunConfig, model: torch.nn.Module) -> FragmentedModel:
             f"({outer.inner_steps}): make fragments larger or H longer"
         )
     return FragmentedModel(model, specs)
-
-
-def page_locked(numel: int) -> Vector:
-    """(numel,) float32 in page-locked host memory, which a GPU reads and writes without a copy in between."""
-    tensor = torch.empty(numel, dtype=torch.float32, pin_memory=True)
-    return tensor.numpy()  # keeps the tensor, and torch's allocator takes the memory back when both are gone
-
-
-def empty_for(device: torch.device) -> Callable[[int], Vector]:
-    """What makes a replica's anchors and momenta: page-locked memory where a GPU reads them."""
-    return page_locked if device.type == "cuda" else empty
 
 
 def make_peer(

@@ -129,9 +129,10 @@ class Sync:
                 return self.peer.diloco.leave_with(fragment, lambda anchor: encode_difference(anchor, weights))
             except LocalProtocolError as error:
                 raise self._named(fragment, weights.cpu().numpy(), error) from None
+        local = self.peer.diloco.empty(self.model.specs[fragment].numel)
         with self.step_lock:
             self._left_at[fragment] = self.step
-            local = self.model.gather(fragment)
+            self.model.gather(fragment, local)
         try:
             return self.peer.diloco.leave(fragment, local, consume=True)
         except LocalProtocolError as error:

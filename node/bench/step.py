@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from stretto.node.data.stream import TokenStream
+from stretto.node.memory import empty_for
 from stretto.node.model import build_model, count_parameters
-from stretto.node.parts import empty_for
 from stretto.node.sync import Sync
 from stretto.node.trainer import StepReport, Trainer, make_optimizer
 from stretto.protocol.chain import CommitRecord, Member, SignedRecord
@@ -93,7 +93,7 @@ class Stage:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="round")
         self._round = 0
         self.rounds = 0
-        self.others = [self._others(index) for index in range(len(self.specs))]
+        self.others = [self._other(index) for index in range(len(self.specs))]
 
     def _peer(self) -> Peer:
         weights = (self.fragments.gather(index) for index in range(len(self.specs)))
@@ -107,11 +107,10 @@ class Stage:
             verify=lambda *_: True,
         )
 
-    def _others(self, fragment: int) -> dict[bytes, bytes]:
-        random = np.random.default_rng(fragment)
-        codec, numel = self.peer.diloco.codec, self.specs[fragment].numel
-        payloads = [codec.encode(random.normal(0, 1e-3, numel).astype(np.float32)) for _ in range(GROUP - 1)]
-        return {payload_digest(payload): payload for payload in payloads}
+    def _other(self, fragment: int) -> bytes:
+        """A contribution that the three other members share: decoding does not look at who sent it."""
+        gradient = np.random.default_rng(fragment).normal(0, 1e-3, self.specs[fragment].numel)
+        return self.peer.diloco.codec.encode(gradient.astype(np.float32))
 
     def depart(self) -> "Future[None]":
         """Start the next round in the worker thread."""
@@ -127,10 +126,12 @@ class Stage:
         contribution = self.sync.leave(fragment)
         with self.sync.outer_lock:
             diloco.left(contribution)
-        payloads = {**self.others[fragment], contribution.digest: contribution.payload}
-        members = tuple(Member(_peer(i), TOKENS, name) for i, name in enumerate(payloads))
-        for payload in payloads.values():
-            self.peer.check_payload(fragment, payload)
+        other = self.others[fragment]
+        payloads = {payload_digest(other): other, contribution.digest: contribution.payload}
+        names = [contribution.digest] + [payload_digest(other)] * (GROUP - 1)
+        members = tuple(Member(_peer(index), TOKENS, name) for index, name in enumerate(names))
+        for _ in range(GROUP - 1):
+            self.peer.check_payload(fragment, other)
         reduced = diloco.reduce(fragment, members, payloads)
         tip = diloco.fragments[fragment].tip
         record = CommitRecord(
