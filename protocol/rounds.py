@@ -50,14 +50,19 @@ class Rules:
     def within(self, cycle: float) -> "Rules":
         """These rules for a run whose fragments leave every ``cycle`` seconds: no wait may outlast the round's turn.
 
-        Without it a silent peer holds every round until the fragment's next one overtakes it.
+        Without it a silent peer holds every round until the fragment's next one overtakes it. Below half a second, or
+        a second and a half for an exchange, waits are not shortened: messages take their time.
         """
+
+        def capped(wait: float, share: float, least: float) -> float:
+            return min(wait, max(least, share * cycle))
+
         return replace(
             self,
-            window=min(self.window, cycle / 4),
-            margin=min(self.margin, cycle / 8),
-            min_exchange=min(self.min_exchange, cycle / 4),
-            ask_wait=min(self.ask_wait, cycle / 16),
+            window=capped(self.window, 1 / 4, 0.5),
+            margin=capped(self.margin, 1 / 4, 0.5),
+            min_exchange=capped(self.min_exchange, 1 / 2, 1.5),
+            ask_wait=capped(self.ask_wait, 1 / 8, 0.3),
         )
 
 
