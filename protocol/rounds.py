@@ -50,8 +50,8 @@ class Rules:
     def within(self, cycle: float) -> "Rules":
         """These rules for a run whose fragments leave every ``cycle`` seconds: no wait may outlast the round's turn.
 
-        Without it a silent peer holds every round until the fragment's next one overtakes it. Below half a second, or
-        a second and a half for an exchange, waits are not shortened: messages take their time.
+        Without it a silent peer holds every round until the fragment's next one overtakes it. Below a few
+        seconds waits are not shortened: on a busy machine messages take their time.
         """
 
         def capped(wait: float, share: float, least: float) -> float:
@@ -59,10 +59,10 @@ class Rules:
 
         return replace(
             self,
-            window=capped(self.window, 1 / 4, 0.5),
-            margin=capped(self.margin, 1 / 4, 0.5),
-            min_exchange=capped(self.min_exchange, 1 / 2, 1.5),
-            ask_wait=capped(self.ask_wait, 1 / 8, 0.3),
+            window=capped(self.window, 1 / 4, 2.0),
+            margin=capped(self.margin, 1 / 4, 1.0),
+            min_exchange=capped(self.min_exchange, 1 / 2, 4.0),
+            ask_wait=capped(self.ask_wait, 1 / 8, 0.5),
         )
 
 

@@ -784,8 +784,8 @@ def test_two_rounds_in_a_row_make_a_chain() -> None:
 def test_no_wait_outlasts_a_short_cycle_but_messages_get_their_time() -> None:
     rules = Rules(inner_steps=20, fragments=2, min_group=1, max_group=4, window=3.0)
     assert rules.within(600.0) == rules
-    short = rules.within(8.0)
-    assert (short.window, short.margin, short.min_exchange, short.ask_wait) == (2.0, 2.0, 4.0, 1.0)
+    short = rules.within(10.0)
+    assert (short.window, short.margin, short.min_exchange, short.ask_wait) == (2.5, 2.5, 5.0, 1.25)
     shortest = rules.within(0.5)
-    assert (shortest.window, shortest.margin, shortest.min_exchange, shortest.ask_wait) == (0.5, 0.5, 1.5, 0.3)
+    assert (shortest.window, shortest.margin, shortest.min_exchange, shortest.ask_wait) == (2.0, 1.0, 4.0, 0.5)
     assert dataclasses.replace(rules, window=0.1).within(0.5).window == 0.1
