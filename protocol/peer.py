@@ -100,6 +100,11 @@ class _Live:
     over: bool = False
 
 
+def _further(clock: Clock, than: Clock) -> bool:
+    """Whether ``clock`` is in force instead of ``than``: that of the later round, of one round the earlier one."""
+    return (clock.round, -clock.at, -clock.interval) > (than.round, -than.at, -than.interval)
+
+
 class Peer:
     """All rounds of one peer.
 
@@ -121,6 +126,8 @@ class Peer:
         self.me, self.config, self.diloco, self.rules = me, config, diloco, rules
         self.run = config.digest()
         self.clock: Clock | None = None
+        self._sure_clock: Clock | None = None
+        """The latest that a record set here, or the first one: heard clocks must follow it, not only each other."""
         self.can_coordinate = can_coordinate
         self._sign, self._verify = sign, verify
         self._live: dict[int, _Live] = {}
@@ -146,8 +153,9 @@ class Peer:
 
     def adopt_clock(self, clock: Clock) -> bool:
         """Take over a clock if it is further on than the present one; of two for one round the earlier one wins."""
-        mine = self.clock
-        if mine is None or (clock.round, -clock.at, -clock.interval) > (mine.round, -mine.at, -mine.interval):
+        if self._sure_clock is None or _further(clock, self._sure_clock):
+            self._sure_clock = clock
+        if self.clock is None or _further(clock, self.clock):
             self.clock = clock
             return True
         return False
@@ -156,7 +164,7 @@ class Peer:
         """Without a clock: take the one that most of the others' clocks fit, the furthest of these."""
         if self.clock is None and clocks:
             fits = {clock: sum(follows(clock, other) for other in clocks) for clock in clocks}
-            self.clock = max(clocks, key=lambda clock: (fits[clock], clock.round, -clock.at))
+            self.adopt_clock(max(clocks, key=lambda clock: (fits[clock], clock.round, -clock.at)))
 
     def tips(self) -> list[Tip]:
         """The end of each fragment's chain."""
@@ -337,8 +345,8 @@ class Peer:
         Tokens come first, as in ``Tip.beats``: of two branches of a fork the longer one may be the worse one, and a
         peer on the better one that heard of versions only would download a state that it then cannot adopt.
         """
-        if clock is not None and self.clock is not None and follows(self.clock, clock):
-            self.adopt_clock(clock)
+        if clock is not None:
+            self._hear_clock(clock)
         going = {live.round.fragment for live in self._live.values() if not live.over}
         effects: list[Effect] = []
         for fragment, (state, version) in enumerate(zip(self.diloco.fragments, versions, strict=False)):
@@ -348,6 +356,16 @@ class Peer:
                 why = f"version {tip.version} here, {version} there"
                 effects += self._repair(fragment, source, version, why)
         return effects
+
+    def _hear_clock(self, clock: Clock) -> None:
+        """Take over another peer's clock if it follows the present one, and the last one that is sure.
+
+        With the first condition alone one peer could lead all others to any clock, by a factor at each step.
+        """
+        if self.clock is None or self._sure_clock is None or not _further(clock, self.clock):
+            return
+        if follows(self.clock, clock) and follows(self._sure_clock, clock):
+            self.clock = clock
 
     def _repair(self, fragment: int, source: bytes, version: int, reason: str) -> list[Effect]:
         """Download, but not twice what has proved to be no better."""

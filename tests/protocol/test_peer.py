@@ -343,6 +343,19 @@ def test_an_initial_state_is_never_taken_over_whatever_its_hash() -> None:
     assert tried > 3  # some of these would have won by their hash
 
 
+def test_who_offers_an_initial_state_is_not_asked_twice_for_it() -> None:
+    peer = make(A)
+    reduced = seal(np.full(5, 3.0, np.float32), np.zeros(5, np.float32))
+    state = m.State(0, genesis(peer.run, 0, reduced.digest), None, Clock(0, 0.0, 10.0), reduced.digest, 40)
+    assert peer.hear(A, None, [4, 0], [40, 0]) == [Repair(0, A, "version 0 here, 4 there")]
+    assert not peer.adopt(state, reduced)
+    assert peer.hear(A, None, [4, 0], [40, 0]) == []
+    # what it says next, and what others say, is new
+    assert peer.hear(A, None, [5, 0], [50, 0]) == [Repair(0, A, "version 0 here, 5 there")]
+    peer.repair_failed(0)
+    assert peer.hear(B, None, [4, 0], [40, 0]) == [Repair(0, B, "version 0 here, 4 there")]
+
+
 def test_a_clock_that_does_not_follow_is_not_heard() -> None:
     peer = make(A)
     before = peer.clock
@@ -351,6 +364,43 @@ def test_a_clock_that_does_not_follow_is_not_heard() -> None:
         assert peer.clock == before
     peer.hear(A, Clock(3, 31.0, 11.0), (0, 0), (0, 0))
     assert peer.clock == Clock(3, 31.0, 11.0)
+    peer.hear(A, Clock(2, 20.0, 10.0), (0, 0), (0, 0))
+    assert peer.clock == Clock(3, 31.0, 11.0)  # others may be behind
+
+
+def test_without_a_clock_a_single_peers_word_is_not_enough() -> None:
+    peer = make()
+    peer.clock = None
+    peer.hear(A, Clock(3, 31.0, 11.0), (0, 0), (0, 0))
+    assert peer.clock is None
+
+
+@pytest.mark.parametrize("factor", [0.3, 3.5])
+def test_many_small_lies_do_not_lead_a_clock_further_than_one(factor: float) -> None:
+    peer = make(A)
+    clock = Clock(0, 0.0, 10.0)
+    for number in range(1, 6):
+        clock = Clock(number, clock.at + factor * clock.interval, factor * clock.interval)
+        peer.hear(A, clock, (0, 0), (0, 0))
+    assert peer.clock == Clock(1, 10.0 * factor, 10.0 * factor)
+
+
+def test_a_heard_clock_follows_the_present_one_not_only_the_last_record() -> None:
+    peer = make(A)
+    peer.hear(A, Clock(1, 3.0, 3.0), (0, 0), (0, 0))
+    peer.hear(B, Clock(2, 20.0, 35.0), (0, 0), (0, 0))  # 3.5 times the record's interval, but 12 times the present
+    assert peer.clock == Clock(1, 3.0, 3.0)
+
+
+def test_clocks_that_records_set_may_go_far_in_the_end() -> None:
+    peer = make(A)
+    clock = Clock(0, 0.0, 10.0)
+    for number in range(1, 9):
+        clock = Clock(number, clock.at + clock.interval, 0.8 * clock.interval)
+        peer.hear(A, clock, (0, 0), (0, 0))  # the others have the record a little earlier
+        assert peer.clock == clock
+        assert not peer.adopt_clock(clock)
+    assert clock.interval < 10.0 / 4
 
 
 def test_the_first_clock_is_the_one_that_most_others_fit_and_of_these_the_furthest() -> None:

@@ -588,6 +588,35 @@ def test_a_fetch_that_hangs_is_tried_elsewhere_and_given_up_in_the_end() -> None
     assert outcome == Outrun(A, "a counted contribution could not be fetched")
 
 
+def test_losing_another_peer_does_not_end_a_fetch_that_is_under_way() -> None:
+    c, signed = _decided_without(B)
+    assert c.received(A, m.Commit(0, 8, signed), DEPARTS) == [Fetch(B, member(B))]
+    for stranger in (D, A, E, A):  # A is the next holder, but nothing was asked of it yet
+        assert c.lost(stranger, DEPARTS + 1) == []
+        assert c.fetch_failed(stranger, DEPARTS + 1) == []
+    assert c.phase is Phase.DECIDED
+    assert _finish(c.arrived(B, digest("payload", [B]), DEPARTS + 2)) == Committed(signed)
+
+
+def test_losing_the_peer_that_was_asked_moves_on_to_the_next_holder() -> None:
+    c, signed = _decided_without(B)
+    c.received(A, m.Commit(0, 8, signed), DEPARTS)
+    assert c.lost(B, DEPARTS + 1) == [Fetch(A, member(B))]
+    assert c.lost(B, DEPARTS + 2) == []  # nothing is awaited from it any more
+    outcome = _finish(c.lost(A, DEPARTS + 3))
+    assert outcome == Outrun(A, "a counted contribution could not be fetched")
+
+
+def test_of_two_fetches_only_the_one_from_the_lost_peer_is_tried_elsewhere() -> None:
+    _, signed = _decided_without(B)
+    c = make(C, seats=(A, B, C))
+    c.contribute(join_of(C), DEPARTS)
+    assert c.received(A, m.Commit(0, 8, signed), DEPARTS) == [Fetch(A, member(A)), Fetch(B, member(B))]
+    assert c.lost(B, DEPARTS + 1) == [Fetch(A, member(B))]
+    assert c.arrived(A, digest("payload", [A]), DEPARTS + 2) == []
+    assert _finish(c.arrived(B, digest("payload", [B]), DEPARTS + 2)) == Committed(signed)
+
+
 # ---------------------------------------------------------------------- decisions that are refused
 
 

@@ -269,6 +269,50 @@ def test_an_earlier_attempt_that_was_counted_after_all_is_merged_and_only_its_to
     assert state.attempts == {}
 
 
+@pytest.mark.parametrize("way", ["record", "download"])
+def test_nothing_of_an_earlier_attempt_is_contributed_twice(way: str) -> None:
+    diloco, elsewhere = make(alpha=0.0), make(alpha=0.0)
+    local = vectors(1)[1]
+    diloco.trained(100)
+    first = contribute(diloco, 1, local)  # its round looks aborted here
+    diloco.trained(30)
+    local = local - np.float32(0.125)
+    contribute(diloco, 1, local)
+    commit(elsewhere, 1, {A: first, B: foreign(elsewhere, 1, 2)})
+    theirs, state = elsewhere.fragments[1], diloco.fragments[1]
+    reduced, record = seal(theirs.anchor, theirs.momentum), theirs.record
+    assert record is not None
+    if way == "record":
+        assert diloco.install(1, record, reduced, me=A)
+    else:
+        diloco.replace(1, reduced, record, me=A)
+    assert (state.tip, state.tokens, state.attempts) == (theirs.tip, 30, {})
+    merged = diloco.come_back(1, local)
+    assert merged.tobytes() == state.anchor.tobytes()  # alpha 0: the work in the anchor is here once, not twice
+    diloco.trained(5)
+    third = contribute(diloco, 1, merged)
+    assert third.tokens == 35
+    assert not np.frombuffer(third.payload, "<f4").any()
+
+
+@pytest.mark.parametrize("way", ["record", "download"])
+def test_the_same_bytes_in_another_peers_name_are_not_this_peers(way: str) -> None:
+    diloco, elsewhere = make(alpha=0.0), make(alpha=0.0)
+    diloco.trained(100)
+    mine = contribute(diloco, 1, vectors(1)[1])
+    commit(elsewhere, 1, {B: mine})
+    theirs, state = elsewhere.fragments[1], diloco.fragments[1]
+    reduced, record = seal(theirs.anchor, theirs.momentum), theirs.record
+    assert record is not None
+    if way == "record":
+        assert not diloco.install(1, record, reduced, me=A)
+    else:
+        diloco.replace(1, reduced, record, me=A)
+    assert state.tokens == 100
+    assert state.merge_with is None
+    assert state.shift is not None
+
+
 def test_a_record_that_counts_what_never_left_here_is_no_reason_to_merge() -> None:
     diloco = make()
     diloco.trained(100)
@@ -285,7 +329,7 @@ def test_attempts_from_one_anchor_are_bounded() -> None:
     for number in range(MAX_ATTEMPTS + 5):
         diloco.trained(1)
         latest = contribute(diloco, 1, vectors(number)[1])
-    assert len(diloco.fragments[1].attempts) == MAX_ATTEMPTS
+    assert list(diloco.fragments[1].attempts.values()) == list(range(6, MAX_ATTEMPTS + 6))  # the oldest are dropped
     assert diloco.fragments[1].attempts[latest.digest] == MAX_ATTEMPTS + 5
 
 
