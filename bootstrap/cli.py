@@ -7,6 +7,7 @@ from stretto.bootstrap.server import Bootstrap, is_loopback
 from stretto.bootstrap.server import BootstrapConfig as BootstrapConfig
 from stretto.node.console import Console
 from stretto.node.ports import probe_port
+from stretto.node.swarm.folders import own_folder, write_whole
 from stretto.node.swarm.identity import IdentityLock, load_or_create
 from stretto.node.swarm.thread import NetworkThread, Stopped
 from stretto.protocol.config import RunConfig
@@ -16,7 +17,7 @@ def serve_run(
     run: RunConfig, config: BootstrapConfig, console: Console, stopping: threading.Event, invite_file: Path | None
 ) -> None:
     """Serve ``run`` until ``stopping`` is set. Prints the invite and writes it to ``invite_file``."""
-    config.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own_folder(config.data_dir, parents=True)
     key_file = config.data_dir / "identity.key"
     identity = load_or_create(key_file)
     with IdentityLock(key_file):
@@ -32,9 +33,7 @@ def serve_run(
                 console.say(f"listening at {address}{' (same machine only)' if is_loopback(address) else ''}")
             console.say(f"invite: {invite}")
             if invite_file is not None:
-                temporary = invite_file.with_name(invite_file.name + ".new")
-                temporary.write_text(invite + "\n", encoding="utf-8")
-                temporary.rename(invite_file)
+                write_whole(invite_file, invite + "\n", "--invite-file")
             thread.call(bootstrap.keep(console.say, seconds_per_status=15.0), stopping=stopping.is_set)
         except Stopped:
             console.say("stopping")

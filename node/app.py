@@ -6,11 +6,12 @@ corpus and model, rehearsal (how fast is this machine?), the swarm's state, trai
 
 import asyncio
 import json
-import os
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from stretto.node.ports import probe_port
 from stretto.node.runfile import check_expected
 from stretto.node.stopping import StopSignal
 from stretto.node.swarm.exchange import Exchange
+from stretto.node.swarm.folders import own_folder, write_whole
 from stretto.node.swarm.host import Host, HostConfig, dial_any, socket_dir
 from stretto.node.swarm.identity import Identity, IdentityLock, format_peer_id, load_or_create
 from stretto.node.swarm.member import Member, Progress
@@ -79,6 +81,11 @@ class Network:
         self.host = self.thread.call(Host.start(identity, host_config, validator), stopping=self.stopping)
         self.console.say(f"listening at {', '.join(self.host.addresses)}")
         addresses = self.bootstraps = [a for a in invite.addresses if not a.endswith(identity.peer_id)]
+        if not addresses:
+            raise ConfigError(
+                f"the invite names only this node's own peer id ({identity.peer_id}) as a bootstrap peer: the key "
+                f"file {identity.path} is a copy of the bootstrap's. Give this node a key of its own with --identity"
+            )
         if len(addresses) < len(invite.addresses):
             self.console.say("WARNING the invite names this peer itself as a bootstrap; that address is ignored")
         self.console.say(f"dialling {len(addresses)} bootstrap peer(s)")
@@ -104,7 +111,7 @@ def run_node(invite_text: str, config: NodeConfig, console: Console, stopping: S
     device = choose_device(config.device, console)
     if config.threads:
         torch.set_num_threads(config.threads)
-    _make_data_dir(config)
+    own_folder(config.data_dir, parents=config.data_dir == default_data_dir())
     identity = load_or_create(config.key_file)
     console.say(f"stretto {VERSION}, peer {identity.peer_id}, data in {config.data_dir}")
     with IdentityLock(config.key_file):
@@ -141,7 +148,8 @@ class Node:
     sync: Sync
     member: Member
     folder: Path
-    losses: list[float] = field(default_factory=list)
+    first_losses: list[float] = field(default_factory=list)
+    last_losses: deque[float] = field(default_factory=lambda: deque(maxlen=10))
     taus: list[int] = field(default_factory=list)
     train_seconds: float = 0.0
     evaluations: int = 0
@@ -173,10 +181,8 @@ class Node:
         peer = make_peer(run, fragments, identity, device, can_coordinate=not config.client_mode)
         on_device = device.type == "cuda" and run.wire.up == "e3m0" and not run.wire.error_feedback
         sync = Sync(fragments, peer, tau_max=run.outer.tau_max, fixed_tau=config.tau, encode_on_device=on_device)
-        console.say(
-            f"contributions are encoded as {run.wire.up} on {device if on_device else 'the host'}, "
-            f"e3m0 averages with the {fp4.path_name()} path"
-        )
+        path = f" (the {fp4.path_name()} path on the host)" if run.wire.up == "e3m0" else ""
+        console.say(f"contributions are encoded as {run.wire.up} on {device if on_device else 'the host'}{path}")
         stream = TokenStream(corpus.train, run.data.sequence_length, run.data.seed, identity.peer_id_bytes)
         trainer = Trainer(
             model=model,
@@ -246,7 +252,9 @@ class Node:
 
     def _note(self, report: StepReport) -> None:
         progress = self.member.progress
-        self.losses.append(report.loss)
+        if len(self.first_losses) < 5:
+            self.first_losses.append(report.loss)
+        self.last_losses.append(report.loss)
         self.taus += [merged.tau for merged in report.merged if merged.counted]
         progress.step, progress.loss, progress.tokens = report.step, report.loss, progress.tokens + report.tokens
         progress.rate = 1 / self.sync.estimate.step_seconds
@@ -303,11 +311,10 @@ class Node:
             self.network.thread.call(self.member.linger(), stopping=stopping)
             self.sync.come_back()
         report = self.report(evaluated=not stopping())
-        (self.folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        self.console.say(
-            f"done: {report['rounds_committed']} rounds committed, loss {report['loss_first']:.3f} -> "
-            f"{report['loss_last']:.3f}; report in {self.folder / 'report.json'}"
-        )
+        path = self.folder / "report.json"
+        write_whole(path, json.dumps(report, indent=2) + "\n", "--data-dir")
+        loss = f", loss {report['loss_first']:.3f} -> {report['loss_last']:.3f}" if self.last_losses else ""
+        self.console.say(f"done: {report['rounds_committed']} rounds committed{loss}; report in {path}")
         return stopping.exit_code
 
     # ------------------------------------------------------------------ reporting
@@ -321,8 +328,10 @@ class Node:
         clock, rate = exchange.peer.clock, progress.rate
         swarm = ", ".join(exchange.peer.waiting_for())
         if not swarm and clock is not None:
-            due = clock.departure(clock.next_round(exchange.now())) - exchange.now()
-            swarm = f"next round in {due:.0f} s" if exchange.last_round not in exchange.begun else "no round is due"
+            following = clock.next_round(exchange.now())
+            due = clock.departure(following) - exchange.now()
+            ends = exchange.last_round is not None and following >= exchange.last_round
+            swarm = "the last round has departed" if ends else f"next round in {due:.0f} s"
         alone = "" if peers else "; alone, no other peer is in sight"
         return (
             f"training: step {progress.step}, loss {progress.loss:.3f}, "
@@ -333,7 +342,6 @@ class Node:
     def report(self, *, evaluated: bool) -> dict[str, Any]:
         """What this node did, as plain values."""
         exchange, seconds = self.member.exchange, max(self.train_seconds, 1e-9)
-        head, tail = self.losses[:5], self.losses[-10:]
         traffic = exchange.traffic
         return {
             "peer": exchange.host.identity.peer_id,
@@ -346,8 +354,8 @@ class Node:
             "aborted": {str(number): why for number, why in sorted(exchange.aborted.items())},
             "heads": [tip.head.hex() for tip in exchange.peer.tips()],
             "versions": [tip.version for tip in exchange.peer.tips()],
-            "loss_first": sum(head) / len(head) if head else float("nan"),
-            "loss_last": sum(tail) / len(tail) if tail else float("nan"),
+            "loss_first": fmean(self.first_losses) if self.first_losses else None,
+            "loss_last": fmean(self.last_losses) if self.last_losses else None,
             "eval_loss": self.heldout_loss() if evaluated else None,
             "bytes_up": traffic.contributions_up + traffic.state_up + exchange.links.bytes_up,
             "bytes_up_contributions": traffic.contributions_up,
@@ -406,17 +414,3 @@ def _make_member(
 
     member = network.thread.call(make())
     return member
-
-
-def _make_data_dir(config: NodeConfig) -> None:
-    try:
-        config.data_dir.mkdir(mode=0o700, parents=config.data_dir == default_data_dir(), exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"data dir {config.data_dir} cannot be made: {error.strerror}. Choose another one with --data-dir"
-        ) from None
-    if not os.access(config.data_dir, os.W_OK):
-        owner = config.data_dir.stat().st_uid
-        raise ConfigError(
-            f"data dir {config.data_dir} belongs to uid {owner} and cannot be written by uid {os.getuid()}"
-        )

@@ -25,6 +25,7 @@ from rich.live import Live
 from rich.table import Table
 
 from stretto.node.presets import demo_run
+from stretto.node.swarm.folders import own_folder, write_whole
 from stretto.protocol.errors import ConfigError, StrettoError
 
 START_SECONDS = 90.0
@@ -184,8 +185,7 @@ def run_demo(config: DemoConfig) -> int:
     """Run a swarm, write the report, return the exit code."""
     console = Console(highlight=False, soft_wrap=True)
     began = time.monotonic()
-    folder = config.folder or Path(tempfile.mkdtemp(prefix="stretto-demo-"))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _folder(config)
     swarm = Swarm(config, folder)
     keep = config.folder is not None
 
@@ -201,7 +201,7 @@ def run_demo(config: DemoConfig) -> int:
         swarm.start(console.print)
         _watch(swarm, console)
         report = make_report(swarm, time.monotonic() - began)
-        config.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_whole(config.report, json.dumps(report, indent=2) + "\n", "--report")
         console.print(render(report, config.report))
         fine = report["heads_equal"] and not report["failed"]
         keep = keep or not fine
@@ -218,6 +218,22 @@ def run_demo(config: DemoConfig) -> int:
             console.print(f"logs and metrics: {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder(config: DemoConfig) -> Path:
+    """A folder of the demo's own. What cannot work in the end is refused before anything starts."""
+    parent = config.report.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK) or config.report.is_dir():
+        raise ConfigError(f"the report cannot be written to {config.report}. Choose another place with --report")
+    if config.folder is None:
+        return Path(tempfile.mkdtemp(prefix="stretto-demo-"))
+    own_folder(config.folder, parents=True)
+    if any(config.folder.iterdir()):
+        raise ConfigError(
+            f"{config.folder} is not empty: an earlier demo's files would be taken for this one's. Remove it, or "
+            "choose another one with --folder"
+        )
+    return config.folder
 
 
 def _watch(swarm: Swarm, console: Console) -> None:
@@ -305,8 +321,10 @@ def make_report(swarm: Swarm, wall: float) -> dict[str, Any]:
     begun = {number for node in nodes for number in node["rounds_begun"]}
     committed = {number for node in nodes for number in node["committed"]}
 
-    def mean(key: str) -> float:
-        return statistics.fmean(node[key] for node in nodes)
+    def mean(key: str) -> float | None:
+        # A node that was stopped on the way has no final figures.
+        known = [node[key] for node in nodes if node[key] is not None]
+        return statistics.fmean(known) if known else None
 
     return {
         "peers": swarm.config.peers,
@@ -355,8 +373,8 @@ def render(report: dict[str, Any], path: Path) -> str:
     lines = [
         f"{report['rounds_committed']} of {report['rounds_begun']} rounds committed by {report['peers']} peer(s) in "
         f"{report['wall_seconds']:.0f} s; anchors {'bit-identical' if report['heads_equal'] else 'DIFFER'} on all",
-        f"training loss {report['loss_first']:.3f} -> {report['loss_last']:.3f}, held-out "
-        f"{report['eval_loss']:.3f} nats per byte",
+        f"training loss {_figure(report['loss_first'])} -> {_figure(report['loss_last'])}, held-out "
+        f"{_figure(report['eval_loss'])} nats per byte",
         f"{report['bytes_up_per_peer'] / 1e6:.2f} MB sent per peer{saved}",
         f"{report['step_seconds'] * 1e3:.0f} ms per step, compute utilization {report['compute_utilization']:.1%}, "
         f"tau {', '.join(f'{name} {tau}' for name, tau in report['tau'].items())}",
@@ -368,6 +386,10 @@ def render(report: dict[str, Any], path: Path) -> str:
     if report["abort_reasons"]:
         lines.append("aborted rounds: " + "; ".join(report["abort_reasons"]))
     return "\n".join([*lines, f"report: {path}"])
+
+
+def _figure(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}"
 
 
 def tail(log: Path, lines: int = 3) -> str:

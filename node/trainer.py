@@ -91,7 +91,7 @@ class Trainer:
             tokens = sequences * self.sequence_length
             self.sync.release_step(tokens, time.perf_counter() - began)
 
-            # Finished rounds come back between two steps. Due fragments leave by themselves, see Sync.snapshot.
+            # Finished rounds come back between two steps. Due fragments leave by themselves, see Sync.leave.
             merged = tuple(self.sync.come_back())
             if self.sync.reload_if_asked():
                 self.optimizer.state.clear()

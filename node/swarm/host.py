@@ -27,7 +27,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonErro
 from hivemind.utils.multiaddr import Multiaddr
 
 from stretto.node.swarm.identity import Identity
-from stretto.protocol.errors import ConfigError, StrettoError
+from stretto.protocol.errors import StrettoError
 from stretto.protocol.invite import check_address
 
 logger = logging.getLogger(__name__)
@@ -193,14 +193,6 @@ async def dial_any(
             await asyncio.wait_for(stop.wait(), pause)
         pause = min(60.0, pause * 1.6)
     return 0
-
-
-def port_of(address: str) -> int:
-    """The TCP port in a multiaddr; ConfigError if it has none."""
-    parts = address.split("/")
-    if "tcp" not in parts or not parts[parts.index("tcp") + 1].isdigit():
-        raise ConfigError(f"address {address!r} has no TCP port")
-    return int(parts[parts.index("tcp") + 1])
 
 
 def _reason(error: Exception) -> str:

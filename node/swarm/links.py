@@ -35,7 +35,9 @@ class Links:
         try:
             queue.put_nowait(message)
         except asyncio.QueueFull:
+            # It does not read: as good as gone, and its queue must not grow.
             self._tasks[peer].cancel()
+            asyncio.get_running_loop().call_soon(self._on_lost, peer)
 
     async def _run(self, peer: bytes, queue: "asyncio.Queue[m.Message]") -> None:
         try:

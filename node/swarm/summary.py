@@ -1,11 +1,12 @@
 """The swarm as its roster tells it: one summary for ``stretto status``, the bootstrap peer's log and its web page."""
 
+import asyncio
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stretto.node.swarm.host import Host, HostConfig, HostError, dial_any, socket_dir
+from stretto.node.swarm.host import Host, HostConfig, dial_any, socket_dir
 from stretto.node.swarm.identity import format_peer_id, load_or_create
 from stretto.node.swarm.records import SignedRecords, roster_key
 from stretto.node.swarm.roster import Roster, online
@@ -58,8 +59,6 @@ def _member(peer: bytes, record: PeerRecord) -> dict[str, Any]:
 
 async def look(invite: Invite, *, timeout: float, say: Callable[[str], None]) -> dict[str, Any]:
     """Visit the swarm as a stranger, with a throw-away identity, and summarize it. HostError if nobody answers."""
-    import asyncio
-
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         place = Path(folder)
         identity = load_or_create(place / "identity.key")
@@ -88,6 +87,3 @@ def render(summary: Mapping[str, Any]) -> str:
             f"{member['steps_per_second']:.2f} steps/s  tau {member['tau']}  {member['commits']} commits"
         )
     return "\n".join(lines)
-
-
-__all__ = ["HostError", "look", "render", "summarize"]

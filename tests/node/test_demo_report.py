@@ -180,3 +180,12 @@ def test_a_child_gets_no_settings_from_the_environment(tmp_path: Path, monkeypat
     assert "STRETTO_MICRO_BATCH" not in seen["env"]
     assert seen["env"]["STRETTO_DEBUG"] == "1"
     assert math.isnan(child.loss)
+
+
+def test_a_node_that_was_stopped_on_the_way_has_no_final_figures_and_spoils_nobodys(tmp_path: Path) -> None:
+    stopped = node_report(eval_loss=None, loss_first=None, loss_last=None)
+    report = make_report(swarm(tmp_path / "some", node_report(), stopped), 1.0)
+    assert report["eval_loss"] == 3.5
+    alone = make_report(swarm(tmp_path / "none", stopped), 1.0)
+    assert alone["eval_loss"] is None
+    assert "held-out unknown" in render(alone, tmp_path / "report.json")

@@ -1,0 +1,33 @@
+"""The folder that a program of Stretto keeps its identity and state in: private, and made or refused in words."""
+
+import os
+from pathlib import Path
+
+from stretto.protocol.errors import ConfigError
+
+
+def own_folder(folder: Path, *, parents: bool) -> None:
+    """Make ``folder`` (mode 0700), with its ``parents`` if wanted. ConfigError if it cannot be made or written."""
+    try:
+        folder.mkdir(mode=0o700, parents=parents, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"data dir {folder} cannot be made: {error.strerror}. Make the folder above it, or choose another one "
+            "with --data-dir"
+        ) from None
+    if not os.access(folder, os.W_OK):
+        owner = folder.stat().st_uid
+        raise ConfigError(
+            f"data dir {folder} belongs to uid {owner} and cannot be written by uid {os.getuid()}. Change its owner, "
+            "or choose another one with --data-dir"
+        )
+
+
+def write_whole(path: Path, text: str, option: str) -> None:
+    """Write ``text`` to ``path`` so that a reader sees all of it or nothing. ConfigError names ``option``."""
+    temporary = path.with_name(path.name + ".new")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}. Choose another place with {option}") from None
