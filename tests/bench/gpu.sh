@@ -4,18 +4,22 @@
 #
 #     bash tests/bench/gpu.sh [OUTPUT_FOLDER]
 #
-# It needs a Python with torch for CUDA and Stretto installed (`pip install -e .`), or PYTHON that names one. Results
+# It takes the Python of .venv, or the one that PYTHON names; that needs torch for CUDA and Stretto's dependencies. Results
 # are JSON files in the output folder; quote them in docs/log.md with the date and the device. It ends in about ten
 # minutes and leaves the GPU's settings as they are.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out="${1:-gpu-report}"
-python="${PYTHON:-python3}"
+python="${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
 mkdir -p "$out"
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=4
 
 "$python" -c '
-import json, sys, torch
+import json, sys
+try:
+    import torch
+except ImportError:
+    sys.exit(f"{sys.executable} has no torch: run `make test` once, or name another Python with PYTHON=...")
 if not torch.cuda.is_available():
     sys.exit("no CUDA device is visible to torch: this script measures GPUs only")
 print(json.dumps({"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "cuda": torch.version.cuda}))
