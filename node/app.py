@@ -153,6 +153,7 @@ class Node:
     taus: list[int] = field(default_factory=list)
     train_seconds: float = 0.0
     evaluations: int = 0
+    late_merges: int = 0
     started: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -270,9 +271,16 @@ class Node:
             }
         )
         for merged in report.merged:
-            self.metrics.write(
-                {"event": "merge", "fragment": merged.fragment, "tau": merged.tau, "counted": merged.counted}
+            self.member.say(
+                {
+                    "event": "merge",
+                    "fragment": merged.fragment,
+                    "tau": merged.tau,
+                    "counted": merged.counted,
+                    "late": merged.late,
+                }
             )
+            self.late_merges += merged.late
 
     def _evaluate_if_due(self) -> None:
         """Held-out loss of the local weights, every so many committed rounds."""
@@ -361,7 +369,9 @@ class Node:
             "bytes_up_contributions": traffic.contributions_up,
             "bytes_up_state": traffic.state_up,
             "bytes_up_control": exchange.links.bytes_up,
-            "sent_to": {str(number): count for number, count in sorted(exchange.sent_to.items())},
+            "bytes_due": exchange.bytes_due,
+            "bytes_due_fp32": exchange.bytes_due_fp32,
+            "faults": {format_peer_id(peer): kinds for peer, kinds in exchange.faults.items()},
             "payload_bytes": [exchange.peer.payload_size(f) for f in range(exchange.peer.fragments)],
             "fragment_parameters": [spec.numel for spec in self.sync.model.specs],
             "step_seconds": seconds / max(self.sync.step, 1),
@@ -369,6 +379,7 @@ class Node:
             "compute_utilization": 1 - self.sync.blocked_seconds / seconds,
             "tau": max(set(self.taus), key=self.taus.count) if self.taus else None,
             "taus": self.taus,
+            "late_merges": self.late_merges,
             "wall_seconds": time.monotonic() - self.started,
         }
 

@@ -338,8 +338,8 @@ def make_report(swarm: Swarm, wall: float) -> dict[str, Any]:
         "bytes_up_per_peer": mean("bytes_up"),
         "bytes_up_payload_per_peer": mean("bytes_up_contributions"),
         "bytes_up_control_per_peer": mean("bytes_up_control"),
-        "bytes_up_group_payload": _due(nodes, 0),
-        "bytes_up_fp32_equivalent": _due(nodes, 4),
+        "bytes_up_group_payload": mean("bytes_due"),
+        "bytes_up_fp32_equivalent": mean("bytes_due_fp32"),
         "step_seconds": mean("step_seconds"),
         "blocked_seconds": mean("blocked_seconds"),
         "compute_utilization": mean("compute_utilization"),
@@ -350,20 +350,6 @@ def make_report(swarm: Swarm, wall: float) -> dict[str, Any]:
         "abort_reasons": sorted({why for node in nodes for why in node["aborted"].values()}),
         "nodes": reports,
     }
-
-
-def _due(nodes: list[dict[str, Any]], bytes_per_value: int) -> float:
-    """Bytes that a peer's share of the committed rounds' exchange has, by the groups that committed.
-
-    With 0 bytes per value: as encoded; else as so many bytes for each parameter.
-    """
-    total = 0.0
-    for node in nodes:
-        for number, others in node["sent_to"].items():
-            fragment = int(number) % len(node["payload_bytes"])
-            size = bytes_per_value * node["fragment_parameters"][fragment] or node["payload_bytes"][fragment]
-            total += others * size
-    return total / len(nodes)
 
 
 def render(report: dict[str, Any], path: Path) -> str:

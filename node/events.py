@@ -60,6 +60,12 @@ def event_in_words(event: dict[str, Any]) -> str | None:
     if kind == "repair" and event["state"] != "begun":
         why = event.get("why", f"{event.get('seconds', 0)} s")
         return f"repair of fragment {event['fragment']}: {event['state']} ({why})"
+    if kind == "merge" and event["late"]:
+        return f"result of fragment {event['fragment']} came late, {event['tau']} steps after its snapshot; merged now"
+    if kind == "clip":
+        return (
+            f"contribution of {event['peer']} was scaled by {event['factor']:.3g}: its norm is far above the others'"
+        )
     if kind == "fault":
         return f"WARNING {event.get('peer', '')} {event['what']}".replace("  ", " ")
     return None

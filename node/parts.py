@@ -15,12 +15,12 @@ from stretto.node.data.corpus import Corpus, open_corpus
 from stretto.node.data.tokenizer import load_tokenizer
 from stretto.node.memory import empty_for
 from stretto.node.swarm.identity import Identity, verify
+from stretto.protocol.actions import Rules
 from stretto.protocol.codecs import E3M0
 from stretto.protocol.config import RunConfig
 from stretto.protocol.errors import ConfigError
 from stretto.protocol.fragments import FragmentedModel, split_model
 from stretto.protocol.peer import Peer
-from stretto.protocol.rounds import Rules
 from stretto.protocol.streaming import StreamingDiLoCo
 
 CODEC_THREADS = 2

@@ -24,18 +24,23 @@ from stretto.protocol.tau import TauEstimate
 
 @dataclass(frozen=True)
 class Merged:
-    """A result that met the local weights: ``tau`` inner steps after its snapshot; not ``counted``, it was rebased."""
+    """A result that met the local weights: ``tau`` inner steps after its snapshot; not ``counted``, it was rebased.
+
+    ``late`` says that tau is above the run's ``outer.tau_max``: meanwhile this peer went on with its local weights.
+    """
 
     fragment: int
     tau: int
     counted: bool
+    late: bool = False
 
 
-def encode_difference(anchor: Vector, weights: torch.Tensor) -> bytes:
-    """The E3M0 payload of anchor - weights, made on the device of ``weights``, (n,) float32."""
+def encode_difference(anchor: Vector, weights: torch.Tensor) -> tuple[bytes, float]:
+    """The E3M0 payload of anchor - weights and its norm, made on the device of ``weights``, (n,) float32."""
     gradient = torch.from_numpy(anchor).to(weights.device, non_blocking=True)
     # Not in place: on a CPU the tensor above is the anchor itself.
-    return fp4_torch.encode(gradient - weights)
+    difference = gradient - weights
+    return fp4_torch.encode(difference), float(torch.linalg.vector_norm(difference))
 
 
 class Sync:
@@ -62,6 +67,7 @@ class Sync:
         self.estimate = TauEstimate(tau_max=tau_max)
         self.blocked_seconds = 0.0
         self._alpha = peer.config.outer.alpha
+        self._latest = tau_max
         self._left_at: dict[int, int] = {}
         self._reload = False
 
@@ -99,7 +105,7 @@ class Sync:
                     result = self.peer.diloco.take_result(fragment)
                 self.model.meet(fragment, result.anchor, result.shift, self._alpha)
             self.blocked_seconds += time.perf_counter() - began
-            merged.append(Merged(fragment, tau, counted))
+            merged.append(Merged(fragment, tau, counted, late=counted and tau > max(self._latest, 1)))
         return merged
 
     def reload_if_asked(self) -> bool:

@@ -38,6 +38,7 @@ from stretto.protocol.fp4 import (
     check_payload,
     check_sum,
     check_values,
+    cut_blocks,
 )
 
 Words: TypeAlias = NDArray[np.uint16]
@@ -109,6 +110,10 @@ class _Blocks:
                 stands for nothing, or an unused bit is set.
         """
         self._legal_parts(payload, n)
+
+    def cut(self, payload: Payload, n: int, start: int, stop: int) -> bytes:
+        """The payload of values start..stop out of that of ``n``."""
+        return cut_blocks(payload, n, start, stop, scale_bytes=2, bits=self.bits)
 
     def decode(self, payload: Payload, n: int) -> Floats:
         """Decode into a new (n,) float32 array of zeros and normal numbers; RemoteProtocolError as in ``validate``."""

@@ -26,6 +26,12 @@ from stretto.protocol.schedule import Clock, follows
 MAX_MEMBERS = 256
 """Upper bound of a group, whatever the run config says."""
 
+MAX_PARTS = 1024
+"""Most parts into which a fragment is cut for one reduction."""
+
+MAX_NORM = 1e30
+"""Largest norm of a contribution: above the values that training gives, below those whose squares overflow."""
+
 MAX_COUNT = 1 << 62
 """Upper bound of any counter that a peer sends."""
 
@@ -41,17 +47,23 @@ def check_count(name: str, value: int) -> None:
 
 @dataclass(frozen=True)
 class Member:
-    """A contribution counted in a round: whose, how many tokens behind it, digest of its encoded outer gradient."""
+    """A contribution counted in a round: whose, how many tokens behind it, digest of its encoded outer gradient.
+
+    ``norm`` is the L2 norm of the outer gradient, as its owner says; see ``outer.coefficients``.
+    """
 
     peer: bytes
     tokens: int
     payload: bytes
+    norm: float = 0.0
 
     def __post_init__(self) -> None:
         check_peer("member", self.peer)
         if not 0 <= self.tokens <= MAX_TOKENS:
             raise ValueError(f"tokens {self.tokens} is not in 0..2^40")
         check_digest("payload", self.payload)
+        if not 0 <= self.norm <= MAX_NORM:
+            raise ValueError(f"norm {self.norm} is not in 0..{MAX_NORM:g}")
 
 
 def check_order(what: str, peers: Sequence[bytes]) -> None:
@@ -67,11 +79,31 @@ def check_members(members: tuple[Member, ...]) -> None:
     check_order("members", [member.peer for member in members])
 
 
+def check_stops(stops: Sequence[int]) -> None:
+    """ValueError unless these are the ends of consecutive parts, none empty, at most ``MAX_PARTS``."""
+    if len(stops) > MAX_PARTS:
+        raise ValueError(f"{len(stops)} parts, allowed are {MAX_PARTS}")
+    if any(a >= b for a, b in itertools.pairwise([0, *stops])):
+        raise ValueError("parts are empty or not in order")
+
+
+@dataclass(frozen=True)
+class Part:
+    """The encoded average of the fragment's values up to ``stop``, from where the part before ends."""
+
+    stop: int
+    payload: bytes
+
+    def __post_init__(self) -> None:
+        check_digest("payload", self.payload)
+
+
 @dataclass(frozen=True)
 class CommitRecord:
     """The decision of a round: these contributions count, this is the state after them, this is the clock.
 
     ``version`` counts the commits of the fragment from 1, ``tokens_total`` the tokens in the chain up to here.
+    ``parts`` are the encoded averages of an exchange in parts; without any, the members' contributions were averaged.
     """
 
     run: bytes
@@ -85,6 +117,7 @@ class CommitRecord:
     tokens_total: int
     clock: Clock
     coordinator: bytes
+    parts: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("run", "prev", "state"):
@@ -93,11 +126,16 @@ class CommitRecord:
             check_count(name, getattr(self, name))
         check_peer("coordinator", self.coordinator)
         check_members(self.members)
+        check_stops([part.stop for part in self.parts])
         check_order("electors", self.electors)
         for peer in self.electors:
             check_peer("elector", peer)
         if not {member.peer for member in self.members} <= set(self.electors):
             raise ValueError("a counted member is no elector")
+
+    def payloads(self) -> tuple[bytes, ...]:
+        """Digests of all bytes that the state after this record is made from, given the one before."""
+        return tuple(x.payload for x in (self.parts or self.members))
 
     def head(self) -> bytes:
         """The head of the chain that ends with this record."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from stretto.protocol import fp4
 from stretto.protocol.blockwise import E1M0, E2M1, Int8
 from stretto.protocol.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from stretto.protocol.fp4 import CHUNK, Floats, Payload, check_payload, check_sum, check_values
+from stretto.protocol.fp4 import CHUNK, Floats, Payload, check_cut, check_payload, check_sum, check_values, cut_blocks
 
 __all__ = ["BF16", "CODECS", "E1M0", "E2M1", "E3M0", "FP32", "Codec", "Floats", "Int8", "Payload", "get_codec"]
 
@@ -41,6 +41,12 @@ class Codec(Protocol):
         """Refuse an illegal payload with a RemoteProtocolError, without decoding it; the same check as in the others.
 
         What passes has the right length and decodes to finite values.
+        """
+
+    def cut(self, payload: Payload, n: int, start: int, stop: int) -> bytes:
+        """From the payload of ``n`` values that of values start..stop, the same as if they were encoded alone.
+
+        ``start`` must be a multiple of ``BLOCK``, ``stop`` too unless it is ``n``.
         """
 
     def decode(self, payload: Payload, n: int) -> Floats:
@@ -67,6 +73,9 @@ class E3M0:
 
     def validate(self, payload: Payload, n: int) -> None:
         fp4.validate(payload, n)
+
+    def cut(self, payload: Payload, n: int, start: int, stop: int) -> bytes:
+        return cut_blocks(payload, n, start, stop, scale_bytes=1, bits=4)
 
     def decode(self, payload: Payload, n: int) -> Floats:
         return fp4.decode(payload, n)
@@ -113,6 +122,10 @@ class _Words:
 
     def validate(self, payload: Payload, n: int) -> None:
         self._legal_words(payload, n)
+
+    def cut(self, payload: Payload, n: int, start: int, stop: int) -> bytes:
+        check_cut(n, start, stop)
+        return bytes(memoryview(payload)[start * self.word.itemsize : stop * self.word.itemsize])
 
     def decode(self, payload: Payload, n: int) -> Floats:
         words = self._legal_words(payload, n)

@@ -140,6 +140,21 @@ def check_weight(weight: float) -> np.float32:
     return np.float32(weight)
 
 
+def check_cut(n: int, start: int, stop: int) -> None:
+    """LocalProtocolError unless start..stop can be cut out of ``n`` values."""
+    if not 0 <= start < stop <= n or start % BLOCK or (stop % BLOCK and stop != n):
+        raise LocalProtocolError(f"values {start}..{stop} of {n} are not whole blocks of {BLOCK}")
+
+
+def cut_blocks(payload: Payload, n: int, start: int, stop: int, *, scale_bytes: int, bits: int) -> bytes:
+    """Values start..stop of a payload of ``n`` values that has all scales first, then codes of ``bits`` bits."""
+    check_cut(n, start, stop)
+    view, blocks = memoryview(payload), -(-n // BLOCK)
+    scales = view[scale_bytes * (start // BLOCK) : scale_bytes * -(-stop // BLOCK)]
+    first = scale_bytes * blocks
+    return b"".join((scales, view[first + start * bits // 8 : first + -(-stop * bits // 8)]))
+
+
 def check_payload(payload: Payload, expected: int, what: str) -> Bytes:
     """View a payload as bytes, without a copy, if it has the one length that it may have.
 

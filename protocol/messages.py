@@ -3,15 +3,18 @@
 A round's conversation (every message names its fragment and round):
 
     member -> coordinator   Join       here I am, with this contribution
-    coordinator -> member   Group      these are the members; exchange now
+    coordinator -> member   Group      these are the members, and who reduces which part; exchange now
                             Redirect   somebody else coordinates this round
                             Behind     your chain and mine end differently, here is my end
+                            Plan       somebody fell out: these count now, and these reduce
     member -> coordinator   Have       contributions that I hold
+                            Averaged   averages that I hold, all of an attempt
     coordinator -> member   Commit     the signed decision
                             Abort      nothing changes, and why
     anyone -> anyone        Ask        tell me the outcome of this round, if you know it
 
-Bulk streams carry one request each: Push and Payload are followed by raw bytes, see ``stretto.node.swarm.streams``.
+Bulk streams carry requests one after the other. Push, Average and Payload are followed by raw bytes, see
+``stretto.node.swarm.streams``.
 """
 
 import math
@@ -19,15 +22,31 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from stretto.protocol import wire
-from stretto.protocol.chain import MAX_MEMBERS, Member, SignedRecord, Tip, check_count, check_members
+from stretto.protocol.chain import (
+    MAX_MEMBERS,
+    MAX_PARTS,
+    Member,
+    SignedRecord,
+    Tip,
+    check_count,
+    check_members,
+    check_order,
+    check_stops,
+)
 from stretto.protocol.digest import check_digest, check_peer
 from stretto.protocol.errors import RemoteProtocolError
-from stretto.protocol.schedule import Clock
+from stretto.protocol.schedule import MAX_TIME, Clock
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_TEXT = 300
 """Longest reason or name in characters that is read from a peer."""
+
+MAX_CHUNKS = 4096
+"""Most pieces in which a fragment's state is offered."""
+
+MAX_RECORDS = 64
+"""Most commit records in one answer."""
 
 
 def _check_round(message: Any) -> None:
@@ -40,6 +59,11 @@ def _check_seconds(name: str, value: float) -> None:
         raise ValueError(f"{name} {value} is not a duration")
 
 
+def _check_time(value: float) -> None:
+    if not (math.isfinite(value) and abs(value) <= MAX_TIME):
+        raise ValueError(f"time {value} is not a time")
+
+
 def _check_rate(value: float) -> None:
     if not (math.isfinite(value) and 0 < value <= 1e6):
         raise ValueError(f"step rate {value} is not positive and finite")
@@ -49,7 +73,8 @@ def _check_rate(value: float) -> None:
 class Join:
     """A member enters a round: its chain's end, its contribution, its speed (inner steps per second) and patience.
 
-    ``patience`` is the seconds until its deadline; ``tried`` names coordinators that did not answer it.
+    ``patience`` is the seconds until its deadline, ``uplink`` the bytes per second that it can send (0: it reduces
+    nothing for others); ``tried`` names coordinators that did not answer it.
     """
 
     fragment: int
@@ -60,6 +85,7 @@ class Join:
     rate: float
     patience: float
     tried: tuple[bytes, ...] = ()
+    uplink: float = 0.0
 
     def __post_init__(self) -> None:
         _check_round(self)
@@ -67,6 +93,8 @@ class Join:
         check_count("version", self.version)
         _check_rate(self.rate)
         _check_seconds("patience", self.patience)
+        if not (math.isfinite(self.uplink) and 0 <= self.uplink <= 1e12):
+            raise ValueError(f"uplink {self.uplink} is not a rate")
         if len(self.tried) > MAX_MEMBERS:
             raise ValueError("too many peers tried")
         for peer in self.tried:
@@ -74,18 +102,57 @@ class Join:
 
 
 @dataclass(frozen=True)
+class Share:
+    """A part of the fragment, values up to ``stop`` from where the one before ends, and the peer that reduces it."""
+
+    reducer: bytes
+    stop: int
+
+    def __post_init__(self) -> None:
+        check_peer("reducer", self.reducer)
+
+
+@dataclass(frozen=True)
 class Group:
-    """The group of a round is closed; ``seconds`` is how long the exchange may take."""
+    """The group of a round is closed; ``seconds`` is how long the exchange may take.
+
+    With ``shares`` it reduces in parts; without any, members exchange their contributions all to all.
+    """
 
     fragment: int
     round: int
     members: tuple[Member, ...]
+    shares: tuple[Share, ...]
     seconds: float
 
     def __post_init__(self) -> None:
         _check_round(self)
         check_members(self.members)
         _check_seconds("seconds", self.seconds)
+        check_stops([share.stop for share in self.shares])
+        if not {share.reducer for share in self.shares} <= {member.peer for member in self.members}:
+            raise ValueError("a reducer is no member of the group")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A further attempt of an exchange in parts: these members count, and part i is reduced by ``reducers[i]``."""
+
+    fragment: int
+    round: int
+    attempt: int
+    counted: tuple[bytes, ...]
+    reducers: tuple[bytes, ...]
+
+    def __post_init__(self) -> None:
+        _check_round(self)
+        if not 0 < self.attempt < 100:
+            raise ValueError(f"attempt {self.attempt} is not in 1..99")
+        check_order("counted members", self.counted)
+        if not 0 < len(self.reducers) <= MAX_PARTS:
+            raise ValueError(f"{len(self.reducers)} parts, allowed are 1 to {MAX_PARTS}")
+        for peer in (*self.counted, *self.reducers):
+            check_peer("peer", peer)
 
 
 @dataclass(frozen=True)
@@ -117,10 +184,14 @@ class Behind:
 
 @dataclass(frozen=True)
 class Have:
-    """Members (by peer id) whose contribution the sender holds and has checked."""
+    """Members (by peer id) whose contribution the sender holds and has checked.
+
+    In an exchange in parts: whose slices of all parts that the sender reduces in ``attempt``.
+    """
 
     fragment: int
     round: int
+    attempt: int
     peers: tuple[bytes, ...]
 
     def __post_init__(self) -> None:
@@ -129,6 +200,23 @@ class Have:
             raise ValueError("too many peers")
         for peer in self.peers:
             check_peer("peer", peer)
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """The sender holds all averaged parts of ``attempt``; ``parts`` are the digests of their encoded bytes."""
+
+    fragment: int
+    round: int
+    attempt: int
+    parts: tuple[bytes, ...]
+
+    def __post_init__(self) -> None:
+        _check_round(self)
+        if not 0 < len(self.parts) <= MAX_PARTS:
+            raise ValueError(f"{len(self.parts)} parts, allowed are 1 to {MAX_PARTS}")
+        for part in self.parts:
+            check_digest("part", part)
 
 
 @dataclass(frozen=True)
@@ -170,27 +258,56 @@ class Ask:
         _check_round(self)
 
 
-Message: TypeAlias = Join | Group | Redirect | Behind | Have | Commit | Abort | Ask
+Message: TypeAlias = Join | Group | Redirect | Behind | Have | Commit | Abort | Ask | Plan | Averaged
 
 
 @dataclass(frozen=True)
 class Push:
-    """Head of a bulk stream: the sender's contribution follows, ``nbytes`` long."""
+    """On a bulk stream: the slice of the sender's contribution that makes part ``part`` follows, ``nbytes`` long.
+
+    Without shares the whole contribution is part 0. ``payload`` is the digest of the bytes that follow, ``group`` that
+    of the Group message: a round may have more than one, and each cuts the fragment in its own way.
+    """
 
     fragment: int
     round: int
+    group: bytes
+    part: int
     payload: bytes
     nbytes: int
 
     def __post_init__(self) -> None:
         _check_round(self)
+        check_digest("group", self.group)
+        check_count("part", self.part)
+        check_digest("payload", self.payload)
+        check_count("nbytes", self.nbytes)
+
+
+@dataclass(frozen=True)
+class Average:
+    """On a bulk stream: the encoded average of part ``part`` in ``attempt`` follows, ``nbytes`` long."""
+
+    fragment: int
+    round: int
+    group: bytes
+    attempt: int
+    part: int
+    payload: bytes
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        _check_round(self)
+        check_digest("group", self.group)
+        check_count("attempt", self.attempt)
+        check_count("part", self.part)
         check_digest("payload", self.payload)
         check_count("nbytes", self.nbytes)
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Request on a bulk stream: the contribution with this digest."""
+    """Request on a bulk stream: the contribution or the average of a round with this digest."""
 
     fragment: int
     round: int
@@ -203,7 +320,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class FetchState:
-    """Request on a bulk stream: anchor and momentum of a fragment, with the record that led there."""
+    """Request on a bulk stream: what the sender's state of a fragment is, and the digests of its chunks."""
 
     fragment: int
 
@@ -225,9 +342,10 @@ class Payload:
 
 @dataclass(frozen=True)
 class State:
-    """Answer on a bulk stream: anchor then momentum follow, float32 little-endian, ``nbytes`` in all.
+    """Answer on a bulk stream: anchor then momentum, float32 little-endian, ``nbytes`` in all, wait to be fetched.
 
-    ``record`` is the last commit of the fragment, None where the state is the initial one.
+    They come in chunks of ``chunk_bytes`` (the last may be shorter) with these digests. ``record`` is the last commit
+    of the fragment, None where the state is the initial one; ``digest`` is the state's own.
     """
 
     fragment: int
@@ -236,11 +354,104 @@ class State:
     clock: Clock
     digest: bytes
     nbytes: int
+    chunk_bytes: int
+    chunks: tuple[bytes, ...]
 
     def __post_init__(self) -> None:
         check_count("fragment", self.fragment)
         check_digest("digest", self.digest)
         check_count("nbytes", self.nbytes)
+        check_count("chunk_bytes", self.chunk_bytes)
+        for chunk in self.chunks:
+            check_digest("chunk", chunk)
+        if self.chunk_bytes == 0 or len(self.chunks) != -(-self.nbytes // self.chunk_bytes):
+            raise ValueError(f"{len(self.chunks)} chunks of {self.chunk_bytes} bytes do not make {self.nbytes}")
+        if len(self.chunks) > MAX_CHUNKS:
+            raise ValueError(f"{len(self.chunks)} chunks, allowed are {MAX_CHUNKS}")
+
+
+@dataclass(frozen=True)
+class FetchChunk:
+    """Request on a bulk stream: chunk ``index`` of the state of a fragment whose chain ends at ``head``."""
+
+    fragment: int
+    head: bytes
+    index: int
+
+    def __post_init__(self) -> None:
+        check_count("fragment", self.fragment)
+        check_digest("head", self.head)
+        check_count("index", self.index)
+
+
+@dataclass(frozen=True)
+class FetchRecords:
+    """Request on a bulk stream: the commits that follow ``head``, as far as the sender still has their averages."""
+
+    fragment: int
+    head: bytes
+
+    def __post_init__(self) -> None:
+        check_count("fragment", self.fragment)
+        check_digest("head", self.head)
+
+
+@dataclass(frozen=True)
+class Records:
+    """Answer on a bulk stream: commit records in the order of their versions, none if there is nothing after."""
+
+    records: tuple[SignedRecord, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.records) > MAX_RECORDS:
+            raise ValueError(f"{len(self.records)} records, allowed are {MAX_RECORDS}")
+
+
+@dataclass(frozen=True)
+class FetchLogged:
+    """Request on a bulk stream: the bytes with this digest that the commit of ``version`` was made from."""
+
+    fragment: int
+    version: int
+    payload: bytes
+
+    def __post_init__(self) -> None:
+        check_count("fragment", self.fragment)
+        check_count("version", self.version)
+        check_digest("payload", self.payload)
+
+
+@dataclass(frozen=True)
+class FetchTime:
+    """Request on a bulk stream: what time is it? ``sent`` is the asker's own, swarm time in seconds."""
+
+    sent: float
+
+    def __post_init__(self) -> None:
+        _check_time(self.sent)
+
+
+@dataclass(frozen=True)
+class Time:
+    """Answer: ``sent`` as it was, and the answering peer's swarm time when the question came and when this left."""
+
+    sent: float
+    received: float
+    answered: float
+
+    def __post_init__(self) -> None:
+        for value in (self.sent, self.received, self.answered):
+            _check_time(value)
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Answer on a bulk stream: not now, perhaps in ``seconds``."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _check_seconds("seconds", self.seconds)
 
 
 @dataclass(frozen=True)
@@ -283,8 +494,9 @@ class Done:
 
 
 _KINDS: tuple[type, ...] = (
-    Join, Group, Redirect, Behind, Have, Commit, Abort, Ask,
-    Push, Fetch, FetchState, Payload, State, FetchRun, SignedRun, Missing, Done,
+    Join, Group, Redirect, Behind, Have, Commit, Abort, Ask, Plan, Averaged,
+    Push, Average, Fetch, Payload, FetchState, State, FetchChunk, FetchRecords, Records, FetchLogged,
+    FetchTime, Time, FetchRun, SignedRun, Busy, Missing, Done,
 )  # fmt: skip
 _TAGS = {kind: tag for tag, kind in enumerate(_KINDS)}
 

@@ -1,7 +1,7 @@
 """The outer optimizer: what a fragment's round does to numbers. float32, the same bits on every machine.
 
     outer gradient   d_m   = anchor - local_m                                  (Algorithm 1, line 7)
-    average          g     = sum_m c_m d_m,   c_m = w_m / sum w                (accumulated in FP32)
+    average          g     = sum_m c_m d_m,   c_m = clip_m w_m / sum w         (accumulated in FP32)
     Nesterov         b     = mu b + g,   anchor = anchor - lr (g + mu b)       (as torch.optim.SGD(nesterov=True))
     merge            local = alpha local + (1 - alpha) anchor                  (Algorithm 2, line 12)
 
@@ -10,6 +10,7 @@ its own. numpy's multiply and add are separate operations and are not contracted
 ``add_(alpha=...)``, ``addcmul_`` or a fused optimizer. Sums run in the order of peer ids.
 """
 
+import math
 from collections.abc import Sequence
 from statistics import median
 
@@ -24,6 +25,9 @@ Vector = np.ndarray
 WEIGHT_BOUND = 4
 """No peer counts for more than this multiple of the group's median token weight."""
 
+NORM_BOUND = 8
+"""A contribution whose norm is a larger multiple of the group's median norm is scaled down to it."""
+
 CHUNK = 1 << 18
 """Elements handled at once, so that temporaries stay in cache and are a few MiB."""
 
@@ -34,10 +38,21 @@ def outer_gradient(anchor: Vector, local: Vector, out: Vector | None = None) -> 
     return difference
 
 
-def coefficients(tokens: Sequence[int]) -> list[np.float32]:
+def norm(vector: Vector) -> float:
+    """L2 norm of (n,) float32, summed in float64 over chunks; it is announced, and need not have the same bits."""
+    total = 0.0
+    for start in range(0, vector.size, CHUNK):
+        part = vector[start : start + CHUNK]
+        total += float(np.dot(part, part))
+    return math.sqrt(total) if math.isfinite(total) else math.inf
+
+
+def coefficients(tokens: Sequence[int], norms: Sequence[float] = ()) -> list[np.float32]:
     """The share of each contribution, from the tokens behind it, as float32 values that sum to about 1.
 
     Tokens are bounded to ``WEIGHT_BOUND`` times their median. A group that reports no tokens at all counts equally.
+    ``norms`` are the L2 norms that the owners announce: one above ``NORM_BOUND`` times their median is clipped to
+    that, as gradients are in training, so that one peer whose training diverged does not throw all others off.
     """
     if not tokens or min(tokens) < 0:
         raise LocalProtocolError(f"token weights must be counts, at least one: {list(tokens)}")
@@ -46,7 +61,13 @@ def coefficients(tokens: Sequence[int]) -> list[np.float32]:
     total = sum(weights)
     if total == 0:
         weights, total = [1.0] * len(tokens), float(len(tokens))
-    return [np.float32(weight / total) for weight in weights]
+    return [np.float32(weight / total * clip) for weight, clip in zip(weights, clips(norms, len(tokens)), strict=True)]
+
+
+def clips(norms: Sequence[float], count: int) -> list[float]:
+    """By what each of ``count`` contributions is multiplied because of its norm: 1 unless far above the median."""
+    bound = NORM_BOUND * median(norms) if norms else 0.0
+    return [bound / norm if norm > bound > 0 else 1.0 for norm in norms] if norms else [1.0] * count
 
 
 def weighted_average(
@@ -55,14 +76,15 @@ def weighted_average(
     codec: Codec,
     numel: int,
     out: Vector | None = None,
+    norms: Sequence[float] = (),
 ) -> Vector:
-    """Average of encoded outer gradients, (numel,) float32. ``payloads`` and ``tokens`` in the order of peer ids.
+    """Average of encoded outer gradients, (numel,) float32. Payloads, tokens and norms in the order of peer ids.
 
     Written to ``out`` where given, whatever it held.
     """
     average = np.empty(numel, dtype=np.float32) if out is None else out
     average.fill(0.0)
-    for payload, coefficient in zip(payloads, coefficients(tokens), strict=True):
+    for payload, coefficient in zip(payloads, coefficients(tokens, norms), strict=True):
         codec.decode_add(payload, float(coefficient), average)
     return average
 

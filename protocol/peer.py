@@ -1,8 +1,9 @@
 """What a peer does in all its rounds, without input or output: the part that nodes and simulation share.
 
 A driver (``stretto.node.swarm.exchange`` with sockets, ``stretto.protocol.simulation`` with virtual time) calls
-``depart`` when a round is due, hands in what arrives, and carries out the actions that come back: ``Send``, ``Push``
-and ``Fetch`` move bytes, ``Work`` is arithmetic that may run in another thread, ``Over`` reports a finished round.
+``depart`` when a round is due, hands in what arrives, and carries out the effects that come back: ``Send``,
+``PushTo``, ``PushAverageTo`` and ``FetchFrom`` move bytes, ``Work`` and ``PartWork`` are arithmetic that may run in
+another thread, ``Over`` reports a finished round, ``Repair`` wants a state from elsewhere.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,55 +11,102 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from stretto.protocol import messages as m
-from stretto.protocol.chain import Member, SignedRecord, Tip, after
-from stretto.protocol.config import RunConfig
-from stretto.protocol.digest import payload_digest
-from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
-from stretto.protocol.rounds import (
+from stretto.protocol import outer
+from stretto.protocol.actions import (
     Aborted,
     Action,
+    Basis,
     Committed,
     Fetch,
     Finish,
     Outcome,
     Outrun,
     Push,
+    PushAverage,
     Reduce,
-    Round,
+    ReducePart,
     Rules,
     Send,
-    rendezvous_order,
 )
+from stretto.protocol.chain import Member, SignedRecord, Tip, after
+from stretto.protocol.codecs import Codec
+from stretto.protocol.config import RunConfig
+from stretto.protocol.digest import payload_digest
+from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
+from stretto.protocol.rounds import Round, rendezvous_order
 from stretto.protocol.schedule import Clock, follows, fragment_of
 from stretto.protocol.streaming import Contribution, Reduced, StreamingDiLoCo
+
+NORM_SLACK = 1.5
+"""By how much a codec may enlarge a norm: E3M0 rounds 1.5 up to 2."""
 
 
 @dataclass(frozen=True)
 class PushTo:
-    """Send ``payload`` (bytes of the own contribution) to a member."""
+    """Send parts of the own contribution to a member: ``Peer.outgoing`` makes the headers and bytes."""
 
     to: bytes
     round: int
+    group: bytes
     contribution: Contribution
+    parts: tuple[tuple[int, int, int], ...]
+    """Number, first value and last value + 1 of each."""
+    numel: int
+
+
+@dataclass(frozen=True)
+class PushAverageTo:
+    """Send an averaged part to a member."""
+
+    to: bytes
+    header: m.Average
+    data: bytes
 
 
 @dataclass(frozen=True)
 class FetchFrom:
-    """Get the payload of ``member`` in ``round`` from ``source``; report ``payload_arrived`` or ``fetch_failed``."""
+    """Get the bytes with digest ``payload`` from ``source``; report ``fetched`` or ``fetch_failed``.
+
+    They are a contribution, or an averaged part of ``numel`` values.
+    """
 
     source: bytes
     round: int
-    member: Member
+    payload: bytes
+    numel: int | None
 
 
 @dataclass(frozen=True)
 class Work:
-    """Arithmetic of a round: call ``Peer.reduce(work)``, in any thread, then ``Peer.reduced(work, result, now)``."""
+    """Arithmetic of a round: call ``Peer.reduce(work)``, in any thread, then ``Peer.reduced(work, result, now)``.
+
+    It takes the outer step from ``basis``.
+    """
 
     round: int
     fragment: int
-    members: tuple[Member, ...]
+    basis: Basis
     payloads: Mapping[bytes, bytes]
+
+
+@dataclass(frozen=True)
+class PartWork:
+    """Arithmetic, as ``Work``: the average of ``slices``, of values start..stop, in the order of ``members``."""
+
+    round: int
+    fragment: int
+    group: bytes
+    part: ReducePart
+    slices: tuple[bytes, ...]
+    numel: int
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """What ``PartWork`` comes to: the encoded average and its digest."""
+
+    data: bytes
+    digest: bytes
 
 
 @dataclass(frozen=True)
@@ -82,7 +130,7 @@ class Repair:
     reason: str
 
 
-Effect: TypeAlias = Send | PushTo | FetchFrom | Work | Over | Repair
+Effect: TypeAlias = Send | PushTo | PushAverageTo | FetchFrom | Work | PartWork | Over | Repair
 
 
 @dataclass
@@ -92,12 +140,28 @@ class _Live:
     round: Round
     departed: float
     payloads: dict[bytes, bytes]
+    """By digest: contributions, and encoded averages."""
     owners: set[bytes] = field(default_factory=set)
     """Whose contributions are here: each member has one, and cannot fill the memory with more."""
+    slices: dict[tuple[bytes, int], bytes] = field(default_factory=dict)
+    """Slices of contributions that are here, by owner and part."""
+    group: bytes | None = None
+    """The group that slices belong to."""
     contribution: Contribution | None = None
-    reduced: Reduced | None = None
+    reduced: tuple[Basis, Reduced] | None = None
     installing: SignedRecord | None = None
     over: bool = False
+
+
+def decoded_norm(codec: Codec, payload: bytes, numel: int) -> float:
+    """L2 norm of an encoded vector, decoded chunk by chunk; RemoteProtocolError if it is malformed."""
+    if len(payload) != codec.nbytes(numel):
+        raise RemoteProtocolError(f"{len(payload)} bytes where {codec.nbytes(numel)} are due")
+    total = 0.0
+    for start in range(0, numel, outer.CHUNK):
+        stop = min(start + outer.CHUNK, numel)
+        total += outer.norm(codec.decode(codec.cut(payload, numel, start, stop), stop - start)) ** 2
+    return float(total**0.5)
 
 
 def _further(clock: Clock, than: Clock) -> bool:
@@ -182,11 +246,12 @@ class Peer:
         return None
 
     def depart(
-        self, round: int, contribution: Contribution, *, rate: float, patience: float, now: float
+        self, round: int, contribution: Contribution, *, rate: float, patience: float, uplink: float = 0.0, now: float
     ) -> list[Effect]:
         """Round ``round`` is due: enter it with ``contribution`` (from ``diloco.leave``, after ``sits_out``).
 
-        ``rate`` is this peer's inner steps per second, ``patience`` the seconds until its deadline.
+        ``rate`` is this peer's inner steps per second, ``patience`` the seconds until its deadline, ``uplink`` the
+        bytes per second that it can send (0: it reduces nothing for others).
         """
         fragment = fragment_of(round, self.fragments)
         state = self.diloco.fragments[fragment]
@@ -203,9 +268,10 @@ class Peer:
             round=round,
             head=state.tip.head,
             version=state.tip.version,
-            member=Member(self.me, contribution.tokens, contribution.digest),
+            member=Member(self.me, contribution.tokens, contribution.digest, contribution.norm),
             rate=rate,
             patience=patience,
+            uplink=uplink,
         )
         return self._effects(live, live.round.contribute(join, now), now)
 
@@ -220,43 +286,144 @@ class Peer:
             raise RemoteProtocolError(f"round {message.round} is of fragment {live.round.fragment}")
         return self._effects(live, live.round.received(sender, message, now), now)
 
-    def expects(self, sender: bytes, push: m.Push) -> str | None:
-        """Why a contribution that ``sender`` wants to send is not wanted, None if it is: asked before any byte."""
-        live = self._live.get(push.round)
-        if live is None or live.over or live.round.mine is None or live.round.fragment != push.fragment:
-            return f"round {push.round} is not going on here"
-        if push.nbytes != self.payload_size(push.fragment):
-            return f"{push.nbytes} bytes where {self.payload_size(push.fragment)} are due"
-        if sender in live.owners:  # not by digest: two peers may contribute the same bytes
+    # ------------------------------------------------------------------ bytes
+
+    def early(self, header: m.Push | m.Average) -> bool:
+        """Whether ``header`` may belong to a group that this peer has not heard of yet: ask ``wants`` again soon."""
+        live = self._live.get(header.round)
+        return live is not None and not live.over and live.round.group_id != header.group
+
+    def wants(self, sender: bytes, header: m.Push | m.Average) -> str | None:
+        """Why bytes that ``sender`` wants to send are not wanted, None if they are: asked before any byte."""
+        live = self._live.get(header.round)
+        if live is None or live.over or live.round.fragment != header.fragment:
+            return f"round {header.round} is not going on here"
+        if live.round.group is None or live.round.group_id != header.group:
+            return "another group"
+        if sender not in {member.peer for member in live.round.group.members}:
+            return "not a member of the group"
+        if isinstance(header, m.Average):
+            return self._wants_average(live, sender, header)
+        return self._wants_slice(live, sender, header)
+
+    def _wants_slice(self, live: _Live, sender: bytes, push: m.Push) -> str | None:
+        parts, numel = live.round.parts, live.round.numel
+        if parts is None:
+            # Not by digest: two peers may contribute the same bytes.
+            if sender in live.owners:
+                return "already here"
+            assert live.round.group is not None
+            if not any((x.peer, x.payload) == (sender, push.payload) for x in live.round.group.members):
+                return "not what the group was told of"
+        else:
+            if push.part not in parts.mine:
+                return f"part {push.part} is not reduced here"
+            if (sender, push.part) in live.slices:
+                return "already here"
+            start, stop = parts.bounds(push.part)
+            numel = stop - start
+        due = self.diloco.codec.nbytes(numel)
+        return None if push.nbytes == due else f"{push.nbytes} bytes where {due} are due"
+
+    def _wants_average(self, live: _Live, sender: bytes, average: m.Average) -> str | None:
+        parts = live.round.parts
+        if parts is None or average.part >= len(parts.reducers):
+            return "no such part"
+        # The next attempt's plan may still be on its way; more than that cannot be.
+        if average.attempt not in (parts.attempt, parts.attempt + 1):
+            return f"attempt {average.attempt} while {parts.attempt} is going on"
+        if average.attempt == parts.attempt and parts.reducers[average.part] != sender:
+            return f"part {average.part} is reduced by another peer"
+        if (average.attempt, average.part) in parts.averages:
             return "already here"
-        group = live.round.group
-        if group and not any((x.peer, x.payload) == (sender, push.payload) for x in group.members):
-            return "not what the group was told of"
-        if len(live.owners) >= self.rules.max_group:
-            return "more contributions than the group can have"
-        return None
+        start, stop = parts.bounds(average.part)
+        due = self.diloco.down.nbytes(stop - start)
+        return None if average.nbytes == due else f"{average.nbytes} bytes where {due} are due"
+
+    def outgoing(self, effect: PushTo) -> list[tuple[m.Push, bytes]]:
+        """Headers and bytes of a push. Heavy; reads only immutable bytes, so any thread may run it."""
+        contribution, codec = effect.contribution, self.diloco.codec
+        found = []
+        for part, start, stop in effect.parts:
+            whole = stop - start == effect.numel
+            data = contribution.payload if whole else codec.cut(contribution.payload, effect.numel, start, stop)
+            digest = contribution.digest if whole else payload_digest(data)
+            found.append((m.Push(contribution.fragment, effect.round, effect.group, part, digest, len(data)), data))
+        return found
 
     def payload_size(self, fragment: int) -> int:
         """Bytes of an encoded contribution."""
         return self.diloco.codec.nbytes(self.diloco.fragments[fragment].anchor.size)
 
-    def check_payload(self, round: int, payload: bytes) -> bytes:
-        """The digest of a contribution's bytes. RemoteProtocolError if no codec could have made them.
+    def check(self, sender: bytes, header: m.Push | m.Average, data: bytes) -> None:
+        """RemoteProtocolError if the bytes are not those announced, malformed, or larger in norm than announced.
 
         Reads every byte, so it belongs in a worker thread; then ``payload_arrived``.
         """
-        fragment = fragment_of(round, self.fragments)
-        self.diloco.codec.validate(payload, self.diloco.fragments[fragment].anchor.size)
-        return payload_digest(payload)
+        if payload_digest(data) != header.payload:
+            raise RemoteProtocolError("bytes do not match their digest")
+        live = self._live.get(header.round)
+        if live is None or live.round.group is None:
+            return
+        parts = live.round.parts
+        start, stop = parts.bounds(header.part) if parts else (0, live.round.numel)
+        if isinstance(header, m.Average):
+            self.diloco.down.validate(data, stop - start)
+            return
+        announced = [member.norm for member in live.round.group.members if member.peer == sender]
+        size = decoded_norm(self.diloco.codec, data, stop - start)
+        if not announced or size > NORM_SLACK * announced[0]:
+            raise RemoteProtocolError(
+                f"contribution with norm {size:.3g}, announced were {(announced or [0.0])[0]:.3g}"
+            )
 
-    def payload_arrived(self, owner: bytes, round: int, payload: bytes, digest: bytes, now: float) -> list[Effect]:
-        """The checked bytes of ``owner``'s contribution are here, pushed by it or fetched from anybody."""
-        live = self._live.get(round)
+    def payload_arrived(self, sender: bytes, header: m.Push | m.Average, data: bytes, now: float) -> list[Effect]:
+        """Checked bytes from ``sender`` are here."""
+        live = self._live.get(header.round)
+        if live is None or live.over or live.round.group_id != header.group:
+            return []
+        if isinstance(header, m.Average):
+            live.payloads[header.payload] = data
+            actions = live.round.average_arrived(header.attempt, header.part, header.payload, now)
+        elif live.round.parts is not None:
+            live.slices[sender, header.part] = data
+            actions = live.round.slice_arrived(sender, header.part)
+        else:
+            live.payloads[header.payload] = data
+            live.owners.add(sender)
+            actions = live.round.arrived(sender, header.payload, now)
+        return self._effects(live, actions, now)
+
+    def fetch_size(self, effect: FetchFrom) -> int:
+        """Bytes that a fetch must bring."""
+        if effect.numel is not None:
+            return self.diloco.down.nbytes(effect.numel)
+        return self.payload_size(fragment_of(effect.round, self.fragments))
+
+    def check_fetched(self, effect: FetchFrom, data: bytes) -> None:
+        """RemoteProtocolError if fetched bytes are not what was asked for; for a worker thread, as ``check``."""
+        if payload_digest(data) != effect.payload:
+            raise RemoteProtocolError("fetched bytes do not match their digest")
+        fragment = fragment_of(effect.round, self.fragments)
+        if effect.numel is None:
+            self.diloco.codec.validate(data, self.diloco.fragments[fragment].anchor.size)
+        else:
+            self.diloco.down.validate(data, effect.numel)
+
+    def fetched(self, effect: FetchFrom, data: bytes, now: float) -> list[Effect]:
+        """Checked bytes that ``effect`` asked for are here."""
+        live = self._live.get(effect.round)
         if live is None or live.over:
             return []
-        live.payloads[digest] = payload
-        live.owners.add(owner)
-        return self._effects(live, live.round.arrived(owner, digest, now), now)
+        live.payloads[effect.payload] = data
+        actions: list[Action] = []
+        if effect.numel is not None:
+            actions = live.round.fetched(effect.payload, now)
+        else:
+            for owner in live.round.owners_of(effect.payload):
+                live.owners.add(owner)
+                actions += live.round.arrived(owner, effect.payload, now)
+        return self._effects(live, actions, now)
 
     def fetch_failed(self, source: bytes, round: int, now: float) -> list[Effect]:
         """A fetch came to nothing."""
@@ -295,19 +462,43 @@ class Peer:
 
     # ------------------------------------------------------------------ arithmetic
 
-    def reduce(self, work: Work) -> Reduced:
-        """Average and outer step on copies. Heavy; reads only immutable arrays, so any thread may run it."""
-        return self.diloco.reduce(work.fragment, work.members, work.payloads)
+    def reduce(self, work: Work | PartWork) -> "Reduced | Averaged":
+        """Do the work, on copies. Heavy; reads only immutable arrays, so any thread may run it.
 
-    def reduced(self, work: Work, result: Reduced, now: float) -> list[Effect]:
+        RemoteProtocolError if what came from others cannot be averaged: not finite after the sum, for example.
+        """
+        if isinstance(work, PartWork):
+            data = self.diloco.reduce_part(work.part.members, work.slices, work.numel)
+            return Averaged(data, payload_digest(data))
+        if work.basis.parts:
+            return self.diloco.apply(work.fragment, work.basis.parts, work.payloads)
+        return self.diloco.reduce(work.fragment, work.basis.members, work.payloads)
+
+    def reduced(self, work: Work | PartWork, result: "Reduced | Averaged", now: float) -> list[Effect]:
         """The work is done."""
         live = self._live.get(work.round)
         if live is None or live.over:
             return []
-        live.reduced = result
+        if isinstance(work, PartWork):
+            if not isinstance(result, Averaged) or work.group != live.round.group_id:
+                return []
+            live.payloads[result.digest] = result.data
+            actions = live.round.part_reduced(work.part.attempt, work.part.part, result.digest, now)
+            return self._effects(live, actions, now)
+        assert isinstance(result, Reduced)
+        live.reduced = (work.basis, result)
         if live.installing is not None:
             return self._install(live, live.installing, now)
-        return self._effects(live, live.round.reduced(result.digest, now), now)
+        return self._effects(live, live.round.reduced(work.basis, result.digest, now), now)
+
+    def log(self, round: int) -> Mapping[bytes, bytes]:
+        """The bytes that the state after a committed round is made from, by digest; {} if they are gone."""
+        live = self._live.get(round)
+        outcome = live.round.outcome if live else None
+        if live is None or not isinstance(outcome, Committed):
+            return {}
+        names = outcome.signed.record.payloads()
+        return {name: live.payloads[name] for name in names if name in live.payloads}
 
     # ------------------------------------------------------------------ repair
 
@@ -411,6 +602,7 @@ class Peer:
                 sign=self._sign,
                 verify=self._verify,
                 resigned=self._resigned,
+                numel=self.diloco.fragments[fragment].anchor.size,
             ),
             departed=self.clock.departure(round),
             payloads={},
@@ -428,45 +620,83 @@ class Peer:
 
     def _effects(self, live: _Live, actions: Sequence[Action], now: float) -> list[Effect]:
         effects, self._overtaken = self._overtaken, []
+        if live.group != live.round.group_id:
+            live.group, live.slices = live.round.group_id, self._own_slices(live)
         for action in actions:
             if isinstance(action, Send):
                 effects.append(action)
             elif isinstance(action, Push):
-                assert live.contribution is not None
-                effects.append(PushTo(action.to, live.round.round, live.contribution))
+                effects.append(self._push(live, action))
+            elif isinstance(action, PushAverage):
+                effects.append(self._push_average(live, action))
             elif isinstance(action, Fetch):
-                effects.append(FetchFrom(action.source, live.round.round, action.member))
+                effects.append(FetchFrom(action.source, live.round.round, action.payload, action.numel))
+            elif isinstance(action, ReducePart):
+                effects.append(self._part_work(live, action))
             elif isinstance(action, Reduce):
-                effects.append(self._work(live, action.members))
+                effects.append(self._work(live, action.basis))
             elif isinstance(action, Finish):
                 effects += self._finish(live, action.outcome, now)
         return effects
 
-    def _work(self, live: _Live, members: tuple[Member, ...]) -> Work:
-        return Work(live.round.round, live.round.fragment, members, dict(live.payloads))
+    def _own_slices(self, live: _Live) -> dict[tuple[bytes, int], bytes]:
+        """A new group has other parts: what is here of the last one is of no use, the own contribution is."""
+        parts, contribution, numel = live.round.parts, live.contribution, live.round.numel
+        if parts is None or contribution is None:
+            return {}
+        cuts = [parts.bounds(part) for part in range(len(parts.reducers))]
+        cut = self.diloco.codec.cut
+        return {(self.me, part): cut(contribution.payload, numel, *bounds) for part, bounds in enumerate(cuts)}
+
+    def _push(self, live: _Live, action: Push) -> PushTo:
+        assert live.contribution is not None
+        assert live.round.group_id is not None
+        numel, parts = live.round.numel, live.round.parts
+        cuts = tuple((part, *parts.bounds(part)) for part in action.parts) if parts else ((0, 0, numel),)
+        return PushTo(action.to, live.round.round, live.round.group_id, live.contribution, cuts, numel)
+
+    def _push_average(self, live: _Live, action: PushAverage) -> PushAverageTo:
+        assert live.round.parts is not None
+        assert live.round.group_id is not None
+        name = live.round.parts.averages[action.attempt, action.part]
+        data = live.payloads[name]
+        place = (live.round.fragment, live.round.round, live.round.group_id)
+        return PushAverageTo(action.to, m.Average(*place, action.attempt, action.part, name, len(data)), data)
+
+    def _part_work(self, live: _Live, action: ReducePart) -> PartWork:
+        assert live.round.parts is not None
+        assert live.round.group_id is not None
+        start, stop = live.round.parts.bounds(action.part)
+        slices = tuple(live.slices[member.peer, action.part] for member in action.members)
+        return PartWork(live.round.round, live.round.fragment, live.round.group_id, action, slices, stop - start)
+
+    def _work(self, live: _Live, basis: Basis) -> Work:
+        names = [x.payload for x in (basis.parts or basis.members)]
+        payloads = {name: live.payloads[name] for name in names}
+        return Work(live.round.round, live.round.fragment, basis, payloads)
 
     def _finish(self, live: _Live, outcome: Outcome, now: float) -> list[Effect]:
         if isinstance(outcome, Committed):
             live.installing = outcome.signed
-            if live.reduced is None:
-                return [self._work(live, outcome.signed.record.members)]
             return self._install(live, outcome.signed, now)
         return self._over(live, outcome, False, now)
 
     def _install(self, live: _Live, signed: SignedRecord, now: float) -> list[Effect]:
-        assert live.reduced is not None
         record = signed.record
+        basis = Basis(record.members, record.parts)
+        if live.reduced is None or live.reduced[0] != basis:
+            return [] if live.round.state_pending(basis) else [self._work(live, basis)]
         if record.prev != self.diloco.fragments[record.fragment].tip.head:
             return self._over(live, Aborted("the fragment was repaired meanwhile"), False, now)
         try:
-            counted = self.diloco.install(record.fragment, signed, live.reduced, me=self.me)
+            counted = self.diloco.install(record.fragment, signed, live.reduced[1], me=self.me)
         except RemoteProtocolError as error:
             return self._over(live, Outrun(record.coordinator, str(error)), False, now)
         self.adopt_clock(record.clock)
         return self._over(live, Committed(signed), counted, now)
 
     def _over(self, live: _Live, outcome: Outcome, counted: bool, now: float) -> list[Effect]:
-        live.over, live.reduced = True, None
+        live.over, live.reduced, live.slices = True, None, {}
         fragment = live.round.fragment
         effects: list[Effect] = [Over(live.round.round, fragment, outcome, counted, max(0.0, now - live.departed))]
         if isinstance(outcome, Outrun):

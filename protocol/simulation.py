@@ -15,12 +15,12 @@ from typing import Protocol
 import numpy as np
 
 from stretto.protocol import messages as m
+from stretto.protocol.actions import Aborted, Committed, Rules, Send
 from stretto.protocol.config import RunConfig
 from stretto.protocol.digest import digest
 from stretto.protocol.errors import ConfigError
 from stretto.protocol.outer import Vector
-from stretto.protocol.peer import Effect, FetchFrom, Over, Peer, PushTo, Repair, Work
-from stretto.protocol.rounds import Aborted, Committed, Rules, Send
+from stretto.protocol.peer import Effect, FetchFrom, Over, PartWork, Peer, PushAverageTo, PushTo, Repair, Work
 from stretto.protocol.schedule import Clock, fragment_of
 from stretto.protocol.streaming import StreamingDiLoCo, seal
 
@@ -220,7 +220,7 @@ class Simulation:
             sim.left_at[fragment] = sim.steps
             contribution = sim.peer.diloco.leave(fragment, sim.replica.get(fragment))
             rate, patience = 1 / sim.step_time, self._patience(sim)
-            effects = sim.peer.depart(round, contribution, rate=rate, patience=patience, now=self.now)
+            effects = sim.peer.depart(round, contribution, rate=rate, patience=patience, uplink=1.0, now=self.now)
         else:
             effects = [Over(round, fragment, Aborted(reason), False, 0.0)]
         self._carry_out(sim, effects)
@@ -253,11 +253,13 @@ class Simulation:
             if isinstance(effect, Send):
                 self._send(sim, effect.to, lambda to, message=effect.message: self._deliver(sim, to, message))  # type: ignore[misc]
             elif isinstance(effect, PushTo):
-                payload, round = effect.contribution.payload, effect.round
-                self._send(sim, effect.to, lambda to, b=payload, r=round: self._pushed(sim, to, r, b))  # type: ignore[misc]
+                for header, data in sim.peer.outgoing(effect):
+                    self._push(sim, effect.to, header, data)
+            elif isinstance(effect, PushAverageTo):
+                self._push(sim, effect.to, effect.header, effect.data)
             elif isinstance(effect, FetchFrom):
                 self._send(sim, effect.source, lambda to, e=effect: self._fetch(sim, to, e))  # type: ignore[misc]
-            elif isinstance(effect, Work):
+            elif isinstance(effect, (Work, PartWork)):
                 self._carry_out(sim, sim.peer.reduced(effect, sim.peer.reduce(effect), self.now))
             elif isinstance(effect, Over):
                 self._round_over(sim, effect)
@@ -296,20 +298,25 @@ class Simulation:
         again = m.decode(m.encode(message))
         self._carry_out(target, target.peer.received(sim.peer.me, again, self.now))
 
-    def _pushed(self, sim: SimPeer, target: SimPeer, round: int, payload: bytes) -> None:
-        fragment = fragment_of(round, sim.peer.fragments)
-        push = m.Push(fragment, round, target.peer.check_payload(round, payload), len(payload))
-        if target.peer.expects(sim.peer.me, push) is None:
-            self._carry_out(target, target.peer.payload_arrived(sim.peer.me, round, payload, push.payload, self.now))
+    def _push(self, sim: SimPeer, to: bytes, header: m.Push | m.Average, data: bytes) -> None:
+        self._send(sim, to, lambda target: self._pushed(sim, target, header, data, tries=8))
+
+    def _pushed(self, sim: SimPeer, target: SimPeer, header: m.Push | m.Average, data: bytes, *, tries: int) -> None:
+        if target.peer.early(header) and tries and target.alive:
+            # As a real receiver does: what comes before the group's message waits a little for it.
+            again = self.now + self._patience(target) / 16
+            self._at(again, 2, lambda: self._pushed(sim, target, header, data, tries=tries - 1))
+        elif target.peer.wants(sim.peer.me, header) is None:
+            target.peer.check(sim.peer.me, header, data)
+            self._carry_out(target, target.peer.payload_arrived(sim.peer.me, header, data, self.now))
 
     def _fetch(self, sim: SimPeer, source: SimPeer, effect: FetchFrom) -> None:
-        payload = source.peer.payload(effect.round, effect.member.payload)
-        if payload is None:
+        data = source.peer.payload(effect.round, effect.payload)
+        if data is None:
             self._carry_out(sim, sim.peer.fetch_failed(source.peer.me, effect.round, self.now))
         else:
-            arrived = effect.member
-            effects = sim.peer.payload_arrived(arrived.peer, effect.round, payload, arrived.payload, self.now)
-            self._carry_out(sim, effects)
+            sim.peer.check_fetched(effect, data)
+            self._carry_out(sim, sim.peer.fetched(effect, data, self.now))
 
     def _round_over(self, sim: SimPeer, over: Over) -> None:
         self.over.append((sim.index, over))
@@ -320,6 +327,9 @@ class Simulation:
         state = source.peer.diloco.fragments[fragment]
         assert source.peer.clock is not None
         copy = seal(state.anchor, state.momentum)
-        answer = m.State(fragment, state.tip, state.record, source.peer.clock, state.tip.head, 8 * state.anchor.size)
+        nbytes = 8 * state.anchor.size
+        answer = m.State(
+            fragment, state.tip, state.record, source.peer.clock, copy.digest, nbytes, nbytes, (copy.digest,)
+        )
         if sim.peer.adopt(answer, copy) and sim.tau == 0:
             self._merge_if_due(sim, fragment)

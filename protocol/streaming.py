@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from stretto.protocol import feedback, outer
-from stretto.protocol.chain import Member, SignedRecord, Tip, after, genesis
+from stretto.protocol.chain import MAX_NORM, Member, Part, SignedRecord, Tip, after, genesis
 from stretto.protocol.codecs import Codec, get_codec
 from stretto.protocol.config import RunConfig
 from stretto.protocol.digest import payload_digest, state_digest
@@ -37,7 +37,7 @@ MAX_ATTEMPTS = 64
 
 @dataclass(frozen=True)
 class Contribution:
-    """A peer's encoded outer gradient: payload bytes, their digest, the tokens behind it.
+    """A peer's encoded outer gradient: payload bytes, their digest, the tokens behind it, its L2 norm.
 
     ``head`` is the chain whose anchor it was taken from.
     """
@@ -47,6 +47,7 @@ class Contribution:
     payload: bytes
     digest: bytes
     tokens: int
+    norm: float = 0.0
     residual: Vector | None = field(default=None, compare=False, repr=False)
     """With error feedback: what the codec loses of it, (n,) float32; in force once the contribution was counted."""
 
@@ -120,9 +121,12 @@ class StreamingDiLoCo:
     """Makes the arrays that will be anchors and momenta; a node with a GPU hands in one for page-locked memory."""
     fragments: list[FragmentState] = field(init=False)
     codec: Codec = field(init=False)
+    """That of contributions."""
+    down: Codec = field(init=False)
+    """That of averages, where a group reduces in parts."""
 
     def __post_init__(self) -> None:
-        self.codec = get_codec(self.config.wire.up)
+        self.codec, self.down = get_codec(self.config.wire.up), get_codec(self.config.wire.down)
         run = self.config.digest()
         self.fragments = []
         for index, weights in enumerate(self.initial):
@@ -146,25 +150,29 @@ class StreamingDiLoCo:
         """
         residuals: list[Vector] = []
 
-        def encode(anchor: Vector) -> bytes:
+        def encode(anchor: Vector) -> tuple[bytes, float]:
             gradient = outer.outer_gradient(anchor, local, out=local if consume else None)
+            size = outer.norm(gradient)
             if not self.config.wire.error_feedback:
-                return self.codec.encode(gradient)
-            payload, residual = feedback.encode(gradient, self.fragments[fragment].residual, self.codec)
+                return self.codec.encode(gradient), size
+            before = self.fragments[fragment].residual
+            payload, residual = feedback.encode(gradient, before, self.codec)
             residuals.append(residual)
-            return payload
+            return payload, size + (outer.norm(before) if before is not None else 0.0)
 
         contribution = self.leave_with(fragment, encode)
         return replace(contribution, residual=residuals[0]) if residuals else contribution
 
-    def leave_with(self, fragment: int, encode: Callable[[Vector], bytes]) -> Contribution:
-        """Like ``leave``, where the local weights are elsewhere: ``encode`` makes the payload from the anchor."""
+    def leave_with(self, fragment: int, encode: Callable[[Vector], tuple[bytes, float]]) -> Contribution:
+        """Like ``leave``, where the local weights are elsewhere: ``encode`` makes payload and norm from the anchor."""
         state = self.fragments[fragment]
         if state.pending:
             raise LocalProtocolError(f"fragment {fragment}: the last result has not been merged yet")
         head, anchor, tokens = state.tip.head, state.anchor, state.tokens
-        payload = encode(anchor)
-        return Contribution(fragment, head, payload, payload_digest(payload), tokens)
+        payload, norm = encode(anchor)
+        if not norm <= MAX_NORM:
+            raise LocalProtocolError(f"fragment {fragment}: the outer gradient's norm is {norm:g}")
+        return Contribution(fragment, head, payload, payload_digest(payload), tokens, norm)
 
     def left(self, contribution: Contribution) -> None:
         """``contribution`` enters its round."""
@@ -178,14 +186,44 @@ class StreamingDiLoCo:
         self, fragment: int, members: Sequence[Member], payloads: Mapping[bytes, bytes | memoryview]
     ) -> Reduced:
         """Average and outer step on copies. ``payloads`` by digest; RemoteProtocolError if one does not decode."""
-        state = self.fragments[fragment]
+        size = self.fragments[fragment].anchor.size
         average = outer.weighted_average(
             [payloads[member.payload] for member in members],
             [member.tokens for member in members],
             self.codec,
-            state.anchor.size,
-            out=self.empty(state.anchor.size),
+            size,
+            out=self.empty(size),
+            norms=[member.norm for member in members],
         )
+        return self._step(fragment, average)
+
+    def reduce_part(self, members: Sequence[Member], slices: Sequence[bytes | memoryview], numel: int) -> bytes:
+        """The encoded average of ``numel`` values, from the members' slices in peer-id order; reads no state.
+
+        RemoteProtocolError if a slice does not decode.
+        """
+        average = outer.weighted_average(
+            slices,
+            [member.tokens for member in members],
+            self.codec,
+            numel,
+            norms=[member.norm for member in members],
+        )
+        return self.down.encode(average)
+
+    def apply(self, fragment: int, parts: Sequence[Part], payloads: Mapping[bytes, bytes | memoryview]) -> Reduced:
+        """Outer step on copies from encoded averages; ``payloads`` by digest. RemoteProtocolError as ``reduce``."""
+        average = self.empty(self.fragments[fragment].anchor.size)
+        average.fill(0.0)
+        start = 0
+        for part in parts:
+            self.down.decode_add(payloads[part.payload], 1.0, average[start : part.stop])
+            start = part.stop
+        return self._step(fragment, average)
+
+    def _step(self, fragment: int, average: Vector) -> Reduced:
+        """The outer step from an average, (n,) float32, whose memory becomes the new momentum's."""
+        state = self.fragments[fragment]
         anchor, momentum = outer.nesterov(
             state.anchor,
             state.momentum,

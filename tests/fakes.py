@@ -17,14 +17,16 @@ TOY_MODEL = {"model_type": "toy"}
 LOSSLESS = WireConfig(up="fp32", down="fp32")
 
 
-def toy_config(*, codec: str = "e3m0", min_size: int = 1, max_size: int = 16, **outer: float) -> RunConfig:
+def toy_config(
+    *, codec: str = "e3m0", down: str = "", min_size: int = 1, max_size: int = 16, **outer: float
+) -> RunConfig:
     """A run config for toy replicas; keywords beyond these are fields of ``OuterConfig``."""
     fields = {"inner_steps": 20, "fragments": 4, "tau_max": 10} | outer
     return RunConfig(
         name="toy",
         model=TOY_MODEL,
         outer=OuterConfig(**fields),  # type: ignore[arg-type]
-        wire=WireConfig(up=codec),
+        wire=WireConfig(up=codec, down=down or ("fp32" if codec == "fp32" else "int8")),
         group=GroupConfig(min_size=min_size, max_size=max_size),
     )
 

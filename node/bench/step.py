@@ -28,12 +28,12 @@ from stretto.node.memory import empty_for
 from stretto.node.model import build_model, count_parameters
 from stretto.node.sync import Sync
 from stretto.node.trainer import StepReport, Trainer, make_optimizer
+from stretto.protocol.actions import Rules
 from stretto.protocol.chain import CommitRecord, Member, SignedRecord
 from stretto.protocol.config import DataConfig, InnerConfig, OuterConfig, RunConfig
 from stretto.protocol.digest import PEER_ID_BYTES, payload_digest
 from stretto.protocol.fragments import FragmentedModel, split_model
-from stretto.protocol.peer import Peer
-from stretto.protocol.rounds import Rules
+from stretto.protocol.peer import Peer, decoded_norm
 from stretto.protocol.schedule import Clock
 from stretto.protocol.streaming import StreamingDiLoCo
 
@@ -131,7 +131,8 @@ class Stage:
         names = [contribution.digest] + [payload_digest(other)] * (GROUP - 1)
         members = tuple(Member(_peer(index), TOKENS, name) for index, name in enumerate(names))
         for _ in range(GROUP - 1):
-            self.peer.check_payload(fragment, other)
+            payload_digest(other)
+            decoded_norm(diloco.codec, other, diloco.fragments[fragment].anchor.size)
         reduced = diloco.reduce(fragment, members, payloads)
         tip = diloco.fragments[fragment].tip
         record = CommitRecord(

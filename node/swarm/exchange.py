@@ -8,6 +8,7 @@ Arithmetic on whole fragments runs in worker threads, so that control messages f
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,11 +31,15 @@ from stretto.node.swarm.streams import (
     serve,
     write_message,
 )
+from stretto.node.swarm.uploads import Uploads
 from stretto.node.sync import Sync
 from stretto.protocol import messages as m
+from stretto.protocol.actions import Aborted, Committed, Outrun, Send
+from stretto.protocol.chain import Member
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
-from stretto.protocol.peer import Effect, FetchFrom, Over, Peer, PushTo, Repair, Work
-from stretto.protocol.rounds import Aborted, Committed, Outrun, Send
+from stretto.protocol.outer import clips
+from stretto.protocol.peer import Effect, FetchFrom, Over, PartWork, Peer, PushAverageTo, PushTo, Repair, Work
+from stretto.protocol.reduce import mean_bytes
 from stretto.protocol.schedule import Clock, fragment_of, plausible
 
 logger = logging.getLogger(__name__)
@@ -42,7 +47,14 @@ logger = logging.getLogger(__name__)
 Say = Callable[[dict[str, Any]], None]
 T = TypeVar("T")
 
-PUSH_TRIES = 3
+MAX_FAULTS = 100
+"""Peers in the record of broken rules, and kinds for each."""
+
+GROUP_WAIT = 10.0
+"""Seconds for which bytes of a group wait that this peer has not heard of yet: its message may be on the way."""
+
+DEFAULT_UPLINK = 1.25e6
+"""Bytes per second that are announced as long as nothing was measured."""
 
 
 class Exchange:
@@ -64,15 +76,19 @@ class Exchange:
         self._run_config, self._say = run_config, say
         self.traffic = transfer.Traffic()
         self.links = Links(host.p2p, peer.run, self._lost)
+        self.uploads = Uploads(host.p2p, peer.run, self.traffic, self._fault)
+        self.faults: dict[bytes, dict[str, int]] = {}
+        """Who broke a rule here, which and how often."""
         self.begun: set[int] = set()
         self.committed: set[int] = set()
         self.aborted: dict[int, str] = {}
-        self.sent_to: dict[int, int] = {}
-        """To how many members this peer's contribution was due in each round that it committed."""
+        self.bytes_due = self.bytes_due_fp32 = 0.0
+        """What the rounds that counted this peer had to cost it, and what they would cost with 4 bytes per weight."""
         self.ended = asyncio.Event()
         """All rounds up to ``last_round`` are over."""
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="round")
         self._woken = asyncio.Event()
+        self._moved = asyncio.Event()
         self._settled = asyncio.Event()
         self._clock_set = asyncio.Event()
         self._trains = asyncio.Event()
@@ -98,6 +114,7 @@ class Exchange:
     async def close(self) -> None:
         """Stop driving rounds and close the links."""
         await self.links.close()
+        await self.uploads.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -184,9 +201,18 @@ class Exchange:
         rate = 1.0 / max(self.sync.estimate.step_seconds, 1e-6)
         with self.sync.outer_lock:
             effects = self.peer.depart(
-                round, contribution, rate=rate, patience=self.sync.estimate.patience, now=self.now()
+                round,
+                contribution,
+                rate=rate,
+                patience=self.sync.estimate.patience,
+                uplink=self.uplink() if self.peer.can_coordinate else 0.0,
+                now=self.now(),
             )
         self._perform(effects)
+
+    def uplink(self) -> float:
+        """Bytes per second that this node can send, as far as it knows."""
+        return DEFAULT_UPLINK
 
     # ------------------------------------------------------------------ effects
 
@@ -196,9 +222,11 @@ class Exchange:
                 self.links.send(effect.to, effect.message)
             elif isinstance(effect, PushTo):
                 self._spawn(self._push(effect))
+            elif isinstance(effect, PushAverageTo):
+                self.uploads.send(effect.to, [(effect.header, effect.data)])
             elif isinstance(effect, FetchFrom):
                 self._spawn(self._fetch(effect))
-            elif isinstance(effect, Work):
+            elif isinstance(effect, (Work, PartWork)):
                 self._spawn(self._work(effect))
             elif isinstance(effect, Repair):
                 self._spawn(self._repair(effect))
@@ -206,39 +234,30 @@ class Exchange:
                 self._round_over(effect)
         self._woken.set()
         self._settled.set()
+        self._moved.set()
+        self._moved = asyncio.Event()
 
-    async def _work(self, work: Work) -> None:
+    async def _work(self, work: Work | PartWork) -> None:
         result = await self._in_thread(self.peer.reduce, work)
         with self.sync.outer_lock:
             effects = self.peer.reduced(work, result, self.now())
         self._perform(effects)
 
     async def _push(self, effect: PushTo) -> None:
-        for attempt in range(PUSH_TRIES):
-            try:
-                await transfer.push(
-                    self.host.p2p, self.peer.run, effect.to, effect.round, effect.contribution, self.traffic
-                )
-                return
-            except BROKEN:
-                await asyncio.sleep(0.3 * 3**attempt)
-            except RemoteProtocolError as error:
-                self._fault(effect.to, error)
-                return
+        self.uploads.send(effect.to, await self._in_thread(self.peer.outgoing, effect))
 
     async def _fetch(self, effect: FetchFrom) -> None:
-        fragment = fragment_of(effect.round, self.peer.fragments)
-        request = transfer.fetch_request(fragment, effect.round, effect.member)
+        request = m.Fetch(fragment_of(effect.round, self.peer.fragments), effect.round, effect.payload)
         try:
-            nbytes = self.peer.payload_size(fragment)
-            payload = await transfer.fetch(self.host.p2p, self.peer.run, effect.source, request, nbytes, self.traffic)
-            digest = await self._checked(effect.round, payload, request.payload)
+            nbytes = self.peer.fetch_size(effect)
+            data = await transfer.fetch(self.host.p2p, self.peer.run, effect.source, request, nbytes, self.traffic)
+            await self._in_thread(self.peer.check_fetched, effect, data)
         except (*BROKEN, RemoteProtocolError):
             with self.sync.outer_lock:
                 effects = self.peer.fetch_failed(effect.source, effect.round, self.now())
         else:
             with self.sync.outer_lock:
-                effects = self.peer.payload_arrived(effect.member.peer, effect.round, payload, digest, self.now())
+                effects = self.peer.fetched(effect, data, self.now())
         self._perform(effects)
 
     async def _repair(self, effect: Repair) -> None:
@@ -270,9 +289,10 @@ class Exchange:
             self.committed.add(over.round)
             self.aborted.pop(over.round, None)
             if over.counted:
-                self.sent_to[over.round] = len(record.members) - 1
+                self._note_due(over.fragment, len(record.members))
             with self.sync.outer_lock:
                 self.sync.estimate = self.sync.estimate.with_round(over.seconds)
+            self._say_clipped(record.members)
             event |= {
                 "outcome": "committed",
                 "members": len(record.members),
@@ -290,10 +310,24 @@ class Exchange:
         self._say(event | {"seconds": round(over.seconds, 3)})
         self.roster.nudge()
 
+    def _say_clipped(self, members: Sequence[Member]) -> None:
+        factors = clips([member.norm for member in members], len(members))
+        for member, factor in zip(members, factors, strict=True):
+            if factor < 1.0:
+                self._say(
+                    {"event": "clip", "peer": format_peer_id(member.peer), "factor": factor, "norm": member.norm}
+                )
+
+    def _note_due(self, fragment: int, members: int) -> None:
+        diloco = self.peer.diloco
+        numel = diloco.fragments[fragment].anchor.size
+        self.bytes_due += mean_bytes(members, diloco.codec.nbytes(numel), diloco.down.nbytes(numel))
+        self.bytes_due_fp32 += mean_bytes(members, 4 * numel, 4 * numel)
+
     # ------------------------------------------------------------------ arrivals
 
     async def _on_control(self, sender: bytes, reader: Reader, _: Writer) -> None:
-        kinds = (m.Join, m.Group, m.Redirect, m.Behind, m.Have, m.Commit, m.Abort, m.Ask)
+        kinds = (m.Join, m.Group, m.Redirect, m.Behind, m.Have, m.Commit, m.Abort, m.Ask, m.Plan, m.Averaged)
         try:
             while True:
                 message: Any = await read_message(reader, *kinds, timeout=None)
@@ -306,10 +340,11 @@ class Exchange:
 
     async def _on_bulk(self, sender: bytes, reader: Reader, writer: Writer) -> None:
         try:
-            request = await read_message(reader, m.Push, m.Fetch, m.FetchState, m.FetchRun)
-            if isinstance(request, m.Push):
-                await self._take_push(sender, request, reader, writer)
-            elif isinstance(request, m.Fetch):
+            request: Any = await read_message(reader, m.Push, m.Average, m.Fetch, m.FetchState, m.FetchRun)
+            while isinstance(request, (m.Push, m.Average)):
+                await self._take(sender, request, reader, writer)
+                request = await read_message(reader, m.Push, m.Average)
+            if isinstance(request, m.Fetch):
                 await transfer.answer_fetch(self.peer, request, reader, writer, self.traffic)
             elif isinstance(request, m.FetchState):
                 await transfer.answer_fetch_state(self.peer, request, reader, writer, self.traffic)
@@ -318,24 +353,28 @@ class Exchange:
         except RemoteProtocolError as error:
             self._fault(sender, error)
 
-    async def _take_push(self, sender: bytes, push: m.Push, reader: Reader, writer: Writer) -> None:
-        payload = await transfer.accept_push(self.peer, sender, push, reader, writer, self.traffic)
-        if payload is None:
+    async def _take(self, sender: bytes, header: m.Push | m.Average, reader: Reader, writer: Writer) -> None:
+        """Bytes of a round that ``sender`` offers."""
+        end = time.monotonic() + GROUP_WAIT
+        while self.peer.early(header) and time.monotonic() < end:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._moved.wait(), 1.0)
+        unwanted = self.peer.wants(sender, header)
+        data = await transfer.take_upload(unwanted, header, reader, writer, self.traffic)
+        if data is None:
             return
-        digest = await self._checked(push.round, payload, push.payload)
+        await self._in_thread(self.peer.check, sender, header, data)
         with self.sync.outer_lock:
-            effects = self.peer.payload_arrived(sender, push.round, payload, digest, self.now())
+            effects = self.peer.payload_arrived(sender, header, data, self.now())
         self._perform(effects)
         await write_message(writer, m.Done())
 
-    async def _checked(self, round: int, payload: bytes, announced: bytes) -> bytes:
-        """The digest of a contribution if it is well-formed and the one that was announced."""
-        digest = await self._in_thread(self.peer.check_payload, round, payload)
-        if digest != announced:
-            raise RemoteProtocolError("contribution does not match its digest")
-        return digest
-
     def _fault(self, sender: bytes, error: RemoteProtocolError) -> None:
+        """Record who broke which rule; numbers in the reason are left out, so that the record stays small."""
+        kind = re.sub(r"[0-9][0-9.e+-]*", "N", error.why)[:80]
+        of_peer = self.faults.setdefault(sender, {}) if len(self.faults) < MAX_FAULTS else self.faults.get(sender, {})
+        if kind in of_peer or len(of_peer) < MAX_FAULTS:
+            of_peer[kind] = of_peer.get(kind, 0) + 1
         self._say({"event": "fault", "peer": format_peer_id(sender), "what": error.why})
 
     def _lost(self, peer: bytes) -> None:

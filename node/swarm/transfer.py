@@ -22,11 +22,13 @@ from stretto.node.swarm.streams import (
     write_message,
 )
 from stretto.protocol import messages as m
-from stretto.protocol.chain import Member
 from stretto.protocol.digest import state_digest
 from stretto.protocol.errors import RemoteProtocolError
 from stretto.protocol.peer import Peer
-from stretto.protocol.streaming import Contribution, Reduced
+from stretto.protocol.streaming import Reduced
+
+ANSWER_TIMEOUT = 30.0
+"""Seconds until a receiver has said whether it wants what is offered; it may wait for word of the group meanwhile."""
 
 
 @dataclass
@@ -39,40 +41,36 @@ class Traffic:
     state_down: int = 0
 
 
-async def push(
-    p2p: P2P, run: bytes, to: bytes, round: int, contribution: Contribution, traffic: Traffic
+async def upload(
+    reader: Reader, writer: Writer, header: m.Push | m.Average, data: bytes, traffic: Traffic
 ) -> str | None:
-    """Send a contribution to a member. Returns why it did not want it, None if it took it; may raise ``BROKEN``."""
-    payload = contribution.payload
-    async with open_stream(p2p, to, bulk_name(run)) as (reader, writer):
-        await write_message(writer, m.Push(contribution.fragment, round, contribution.digest, len(payload)))
-        # The answer comes before the bytes, so that an unwanted contribution costs nothing.
-        answer = await read_message(reader, m.Done, m.Missing)
-        if isinstance(answer, m.Missing):
-            return answer.reason
-        await write_bytes(writer, memoryview(payload))
-        traffic.contributions_up += len(payload)
-        await read_message(reader, m.Done)
+    """Send bytes of a round. Returns why they were not wanted, None if they were taken; may raise ``BROKEN``."""
+    await write_message(writer, header)
+    # The answer comes before the bytes, so that what is not wanted costs nothing.
+    answer = await read_message(reader, m.Done, m.Missing, timeout=ANSWER_TIMEOUT)
+    if isinstance(answer, m.Missing):
+        return answer.reason
+    await write_bytes(writer, memoryview(data))
+    traffic.contributions_up += len(data)
+    await read_message(reader, m.Done, m.Missing)
     return None
 
 
-async def accept_push(
-    peer: Peer, sender: bytes, push: m.Push, reader: Reader, writer: Writer, traffic: Traffic
+async def take_upload(
+    unwanted: str | None, header: m.Push | m.Average, reader: Reader, writer: Writer, traffic: Traffic
 ) -> bytes | None:
-    """The other end of ``push``: the contribution's bytes, None if it is not wanted. Done is left to the caller."""
-    unwanted = peer.expects(sender, push)
+    """The other end of ``upload``: the bytes, None if they are ``unwanted``. The last Done is left to the caller."""
     if unwanted is not None:
         await write_message(writer, m.Missing(unwanted))
-        await wait_closed_by_client(reader)
         return None
     await write_message(writer, m.Done())
-    payload = bytes(await read_bytes(reader, push.nbytes))
-    traffic.contributions_down += len(payload)
-    return payload
+    data = bytes(await read_bytes(reader, header.nbytes))
+    traffic.contributions_down += len(data)
+    return data
 
 
 async def fetch(p2p: P2P, run: bytes, source: bytes, request: m.Fetch, nbytes: int, traffic: Traffic) -> bytes:
-    """A contribution's bytes, not yet checked. RemoteProtocolError if ``source`` does not offer it."""
+    """Bytes of a round, not yet checked. RemoteProtocolError if ``source`` does not offer them."""
     async with open_stream(p2p, source, bulk_name(run)) as (reader, writer):
         await write_message(writer, request)
         answer = await read_message(reader, m.Payload, m.Missing)
@@ -87,10 +85,10 @@ async def fetch(p2p: P2P, run: bytes, source: bytes, request: m.Fetch, nbytes: i
 
 
 async def answer_fetch(peer: Peer, request: m.Fetch, reader: Reader, writer: Writer, traffic: Traffic) -> None:
-    """Serve a contribution that this peer holds."""
+    """Serve a contribution or an average that this peer holds."""
     payload = peer.payload(request.round, request.payload)
     if payload is None:
-        await write_message(writer, m.Missing(f"no such contribution of round {request.round} here"))
+        await write_message(writer, m.Missing(f"no such bytes of round {request.round} here"))
     else:
         await write_message(writer, m.Payload(request.payload, len(payload)))
         await write_bytes(writer, memoryview(payload))
@@ -135,13 +133,10 @@ async def answer_fetch_state(
     anchor, momentum, tip, record = state.anchor, state.momentum, state.tip, state.record
     digest = record.record.state if record else state_digest(anchor, momentum)
     nbytes = 8 * anchor.size
-    await write_message(writer, m.State(request.fragment, tip, record, peer.clock, digest, nbytes))
+    await write_message(
+        writer, m.State(request.fragment, tip, record, peer.clock, digest, nbytes, max(nbytes, 1), (digest,))
+    )
     for part in (anchor, momentum):
         await write_bytes(writer, part.astype("<f4", copy=False).data.cast("B"))
     traffic.state_up += nbytes
     await wait_closed_by_client(reader)
-
-
-def fetch_request(fragment: int, round: int, member: Member) -> m.Fetch:
-    """The request for ``member``'s contribution."""
-    return m.Fetch(fragment, round, member.payload)

@@ -28,7 +28,8 @@ def node_report(**changed: Any) -> dict[str, Any]:
         "bytes_up": 350,
         "bytes_up_contributions": 320,
         "bytes_up_control": 30,
-        "sent_to": {"0": 2, "1": 2, "2": 2},
+        "bytes_due": 320.0,
+        "bytes_due_fp32": 2080.0,
         "payload_bytes": [60, 40],
         "fragment_parameters": [100, 60],
         "step_seconds": 0.1,
@@ -71,7 +72,9 @@ def swarm(folder: Path, *reports: dict[str, Any] | None, codes: tuple[int, ...] 
 
 def test_the_nodes_reports_are_added_up(tmp_path: Path) -> None:
     first = node_report()
-    second = node_report(loss_first=6.0, loss_last=4.0, bytes_up=450, bytes_up_contributions=400, tau=3)
+    # The second one was away for a round of the first fragment, which counts 2 * 60 bytes and 2 * 100 values.
+    away = {"bytes_due": 200.0, "bytes_due_fp32": 1280.0}
+    second = node_report(loss_first=6.0, loss_last=4.0, bytes_up=450, bytes_up_contributions=400, tau=3, **away)
     report = make_report(swarm(tmp_path, first, second), 12.5)
     assert report["peers"] == 2
     assert (report["rounds_begun"], report["rounds_committed"], report["rounds_aborted"]) == (3, 3, 0)
@@ -80,9 +83,8 @@ def test_the_nodes_reports_are_added_up(tmp_path: Path) -> None:
     assert report["bytes_up_per_peer"] == 400
     assert report["bytes_up_payload_per_peer"] == 360
     assert report["bytes_up_control_per_peer"] == 30
-    # Rounds 0 and 2 are of fragment 0, round 1 of fragment 1; each contribution goes to two others.
-    assert report["bytes_up_group_payload"] == 2 * (60 + 40 + 60)
-    assert report["bytes_up_fp32_equivalent"] == 2 * 4 * (100 + 60 + 100)
+    assert report["bytes_up_group_payload"] == (320 + 200) / 2
+    assert report["bytes_up_fp32_equivalent"] == (2080 + 1280) / 2
     assert report["tau"] == {"node0": 2, "node1": 3}
     assert report["wall_seconds"] == 12.5
     assert report["lost"] == report["failed"] == report["abort_reasons"] == []
@@ -136,7 +138,7 @@ def test_the_summary_for_people(tmp_path: Path) -> None:
 
 
 def test_a_lone_peer_sends_nothing_and_saves_nothing(tmp_path: Path) -> None:
-    alone = node_report(sent_to={"0": 0, "1": 0}, bytes_up=0, bytes_up_contributions=0, bytes_up_control=0)
+    alone = node_report(bytes_due=0.0, bytes_due_fp32=0.0, bytes_up=0, bytes_up_contributions=0, bytes_up_control=0)
     report = make_report(swarm(tmp_path, alone), 1.0)
     assert report["bytes_up_per_peer"] == report["bytes_up_group_payload"] == report["bytes_up_fp32_equivalent"] == 0
     assert "0.00 MB sent per peer\n" in render(report, tmp_path)

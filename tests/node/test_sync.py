@@ -9,12 +9,12 @@ from torch import nn
 
 from stretto.node.sync import Merged, Sync
 from stretto.protocol import outer
+from stretto.protocol.actions import Rules
 from stretto.protocol.chain import CommitRecord, Member, SignedRecord
 from stretto.protocol.errors import LocalProtocolError
 from stretto.protocol.fragments import FragmentedModel, split_model
 from stretto.protocol.outer import Vector
 from stretto.protocol.peer import Peer
-from stretto.protocol.rounds import Rules
 from stretto.protocol.schedule import Clock
 from stretto.protocol.simulation import peer_id
 from stretto.protocol.streaming import StreamingDiLoCo, seal

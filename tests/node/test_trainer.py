@@ -14,10 +14,10 @@ from stretto.node.data.stream import TokenStream
 from stretto.node.model import build_model
 from stretto.node.sync import Sync
 from stretto.node.trainer import StepReport, Trainer, evaluate, learning_rate, make_optimizer
+from stretto.protocol.actions import Rules
 from stretto.protocol.config import InnerConfig
 from stretto.protocol.fragments import FragmentedModel, split_model
 from stretto.protocol.peer import Peer
-from stretto.protocol.rounds import Rules
 from stretto.protocol.simulation import peer_id
 from stretto.protocol.streaming import StreamingDiLoCo
 from tests.fakes import toy_config

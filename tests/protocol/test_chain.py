@@ -10,8 +10,10 @@ import pytest
 from stretto.protocol.chain import (
     MAX_COUNT,
     MAX_MEMBERS,
+    MAX_PARTS,
     CommitRecord,
     Member,
+    Part,
     Tip,
     after,
     check_extends,
@@ -109,6 +111,7 @@ def test_the_head_depends_on_every_field_of_the_record() -> None:
     changed: dict[str, Any] = {
         "run": STATE, "fragment": 1, "round": 5, "version": 2, "prev": RUN, "members": (member(A),),
         "electors": (A, B, C), "state": RUN, "tokens_total": 21, "clock": Clock(5, 50.0, 11.0), "coordinator": B,
+        "parts": (Part(7, RUN),),
     }  # fmt: skip
     assert set(changed) == {field.name for field in dataclasses.fields(CommitRecord)}
     heads = {dataclasses.replace(record, **{name: value}).head() for name, value in changed.items()}
@@ -178,6 +181,38 @@ def test_a_record_may_keep_electors_that_were_not_counted() -> None:
 def test_impossible_records_cannot_be_made(change: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         dataclasses.replace(record_after(genesis(RUN, 0, STATE), [A, B]), **change)
+
+
+@pytest.mark.parametrize(
+    ("stops", "why"),
+    [
+        ((0,), "parts are empty or not in order"),
+        ((256, 256), "parts are empty or not in order"),
+        ((512, 256), "parts are empty or not in order"),
+        ((-1,), "parts are empty or not in order"),
+        (range(1, MAX_PARTS + 2), "1025 parts, allowed are 1024"),
+    ],
+)
+def test_impossible_parts_cannot_be_made(stops: Sequence[int], why: str) -> None:
+    base = record_after(genesis(RUN, 0, STATE), [A, B])
+    with pytest.raises(ValueError, match=why):
+        dataclasses.replace(base, parts=tuple(Part(stop, STATE) for stop in stops))
+    dataclasses.replace(base, parts=tuple(Part(stop, STATE) for stop in range(1, MAX_PARTS + 1)))
+
+
+def test_a_record_names_the_bytes_that_the_next_state_is_made_from() -> None:
+    whole = record_after(genesis(RUN, 0, STATE), [A, B])
+    assert whole.payloads() == (member(A).payload, member(B).payload)
+    parts = dataclasses.replace(whole, parts=(Part(256, RUN), Part(300, STATE)))
+    assert parts.payloads() == (RUN, STATE)  # the contributions themselves are not needed
+
+
+def test_norms_and_parts_are_part_of_the_head() -> None:
+    record = record_after(genesis(RUN, 0, STATE), [A])
+    louder = dataclasses.replace(record, members=(dataclasses.replace(member(A), norm=1.0),))
+    cuts = [dataclasses.replace(record, parts=(Part(stop, RUN),)) for stop in (256, 257)]
+    assert len({x.head() for x in (record, louder, *cuts)}) == 4
+    assert len({x.signed_bytes() for x in (record, louder, *cuts)}) == 4
 
 
 def test_groups_are_bounded() -> None:

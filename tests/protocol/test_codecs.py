@@ -1,12 +1,16 @@
 """Every wire codec through the same tests: what one promises, all promise."""
 
+import itertools
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stretto.protocol.codecs import CODECS, Codec, Floats, get_codec
 from stretto.protocol.digest import payload_digest
 from stretto.protocol.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from stretto.protocol.fp4 import CHUNK
+from stretto.protocol.fp4 import BLOCK, CHUNK
 
 LENGTHS = [0, 1, 2, 3, 255, 256, 257, 1001, CHUNK + 257]
 RELATIVE_ERROR = {
@@ -369,6 +373,47 @@ def test_blocks_do_not_touch_each_other() -> None:
         for start in range(0, 1001, 256):
             part = x[start : start + 256].copy()
             assert codec.decode(codec.encode(part), part.size).tobytes() == whole[start : start + 256].tobytes()
+
+
+CUT = normal(CHUNK + 999, 11)
+"""Blocks of very different sizes, so that a scale from the wrong block would be seen."""
+CUT *= np.exp2(np.arange(CUT.size) // BLOCK % 41 - 20).astype(np.float32)
+WHOLE = {name: codec.encode(CUT) for name, codec in CODECS.items()}
+
+
+@every_codec
+@given(data=st.data())
+def test_a_cut_is_what_encoding_the_slice_alone_gives(codec: Codec, data: st.DataObject) -> None:
+    n = CUT.size
+    start = BLOCK * data.draw(st.integers(0, (n - 1) // BLOCK), "first block")
+    ends = st.sampled_from(range(start // BLOCK + 1, n // BLOCK + 1)).map(lambda block: block * BLOCK) | st.just(n)
+    stop = data.draw(ends if start // BLOCK < n // BLOCK else st.just(n), "stop")
+    payload = codec.cut(WHOLE[codec.name], n, start, stop)
+    assert type(payload) is bytes
+    assert len(payload) == codec.nbytes(stop - start)
+    assert payload == codec.encode(CUT[start:stop])
+    assert codec.cut(memoryview(WHOLE[codec.name]), n, start, stop) == payload
+
+
+@every_codec
+def test_cuts_put_together_decode_to_the_whole(codec: Codec) -> None:
+    n = CUT.size
+    stops = [0, BLOCK, 5 * BLOCK, CHUNK, n]
+    cuts = [(codec.cut(WHOLE[codec.name], n, *bounds), bounds) for bounds in itertools.pairwise(stops)]
+    values = [codec.decode(cut, stop - start) for cut, (start, stop) in cuts]
+    assert np.concatenate(values).tobytes() == codec.decode(WHOLE[codec.name], n).tobytes()
+    assert codec.cut(WHOLE[codec.name], n, 0, n) == WHOLE[codec.name]
+
+
+@every_codec
+@pytest.mark.parametrize(
+    ("start", "stop"), [(-256, 256), (0, 0), (256, 256), (512, 256), (1, 256), (0, 255), (0, 1001), (256, 600)]
+)
+def test_a_cut_that_is_not_made_of_whole_blocks_is_refused(codec: Codec, start: int, stop: int) -> None:
+    payload = codec.encode(np.ones(1000, dtype=np.float32))
+    with pytest.raises(LocalProtocolError, match=f"values {start}..{stop} of 1000 are not whole blocks of 256"):
+        codec.cut(payload, 1000, start, stop)
+    assert len(codec.cut(payload, 1000, 768, 1000)) == codec.nbytes(232)  # the last block may be short
 
 
 def test_a_name_that_does_not_exist_is_answered_with_those_that_do() -> None:

@@ -197,7 +197,7 @@ def test_any_model_table_survives_toml(fields: dict[str, Any]) -> None:
 
 def test_golden_run_id() -> None:
     # A change here gives every run a new id: peers of older versions will not meet it any more.
-    assert MINIMAL.digest().hex() == "02608dbd868435f93726a7262c885147a77623e899a783e120edbc3a91c982e6"
+    assert MINIMAL.digest().hex() == "dd7dbaf683dbb1898b2398fb05a6c3bfd7f0237cda6c99716bbb63fc0092c7e6"
     assert FULL.digest().hex() == "bc3ac55a529ee353ca424cf9b142e0d70ee3a0294353b42a48b2d295177e87c9"
 
 
@@ -206,7 +206,7 @@ def test_canonical_bytes_do_not_depend_on_the_order_of_keys() -> None:
     assert backwards.canonical() == MINIMAL.canonical()
     start = wire.unpack(MINIMAL.canonical())
     assert list(start) == sorted(start)
-    assert start["protocol"] == 1
+    assert start["protocol"] == 2
 
 
 def test_every_field_changes_the_run_id() -> None:
@@ -255,8 +255,8 @@ def test_a_date_in_the_model_table_is_refused() -> None:
 
 def test_another_protocol_version_is_named_with_the_cure() -> None:
     plain = wire.unpack(MINIMAL.canonical())
-    with pytest.raises(ConfigError, match="the run speaks protocol version 2, this stretto speaks 1: install"):
-        RunConfig.from_canonical(wire.pack({**plain, "protocol": 2}))
+    with pytest.raises(ConfigError, match="the run speaks protocol version 3, this stretto speaks 2: install"):
+        RunConfig.from_canonical(wire.pack({**plain, "protocol": 3}))
     with pytest.raises(ConfigError, match="the run speaks protocol version None"):
         RunConfig.from_canonical(wire.pack([1, 2]))
 

@@ -135,6 +135,69 @@ def test_shares_of_nothing_are_a_bug_here(tokens: list[int]) -> None:
         outer.coefficients(tokens)
 
 
+@pytest.mark.parametrize(
+    ("norms", "clips"),
+    [
+        ([], [1.0, 1.0, 1.0]),
+        ([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]),
+        # the bound is 8 times the median
+        ([1.0, 2.0, 16.0], [1.0, 1.0, 1.0]),
+        ([1.0, 2.0, 32.0], [1.0, 1.0, 0.5]),
+        ([1e30, 1.0, 1.0], [8e-30, 1.0, 1.0]),
+        # small ones are not enlarged, and a group that mostly contributes nothing bounds nobody
+        ([1e-9, 1.0, 1.0], [1.0, 1.0, 1.0]),
+        ([0.0, 0.0, 5.0], [1.0, 1.0, 1.0]),
+        ([0.0, 0.0, 0.0], [1.0, 1.0, 1.0]),
+    ],
+)
+def test_a_norm_far_above_the_median_is_clipped(norms: list[float], clips: list[float]) -> None:
+    assert outer.clips(norms, 3) == pytest.approx(clips, rel=1e-12)
+    shares = outer.coefficients([100, 100, 100], norms)
+    assert shares == pytest.approx([clip / 3 for clip in clips], rel=1e-7)
+
+
+def test_one_peer_that_diverged_moves_the_average_no_further_than_its_clipped_norm() -> None:
+    codec = get_codec("fp32")
+    vectors = [np.eye(4, dtype=np.float32)[i] for i in range(4)]
+    vectors[3] *= np.float32(1e15)
+    norms = [outer.norm(vector) for vector in vectors]
+    average = outer.weighted_average([codec.encode(v) for v in vectors], [1] * 4, codec, 4, norms=norms)
+    assert average.tolist() == pytest.approx([0.25, 0.25, 0.25, outer.NORM_BOUND / 4])
+
+
+@given(st.floats(0, 1e30), st.floats(0, 1e30), st.integers(0, 2**40), st.integers(0, 2**40))
+def test_in_a_group_of_two_a_small_norm_never_clips_the_other(
+    first: float, second: float, tokens: int, more: int
+) -> None:
+    # the median of two is their mean, and neither is more than twice that
+    assert outer.clips([first, second], 2) == [1.0, 1.0]
+    assert outer.coefficients([tokens, more], [first, second]) == outer.coefficients([tokens, more])
+
+
+@given(st.lists(st.floats(0, 1e30), min_size=1, max_size=40))
+def test_clips_bound_every_norm_and_enlarge_none(norms: list[float]) -> None:
+    clips, median = outer.clips(norms, len(norms)), sorted(norms)
+    middle = (median[len(norms) // 2] + median[(len(norms) - 1) // 2]) / 2
+    assert all(0 < clip <= 1 for clip in clips)
+    assert middle == 0 or all(
+        clip * size <= outer.NORM_BOUND * middle * 1.000001 for clip, size in zip(clips, norms, strict=True)
+    )
+
+
+def test_norms_and_tokens_are_of_as_many_peers() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        outer.coefficients([1, 2, 3], [1.0, 1.0])
+
+
+def test_norm_is_the_l2_norm_over_chunks() -> None:
+    vector = np.full(outer.CHUNK + 7, 0.5, np.float32)
+    assert outer.norm(vector) == pytest.approx(0.5 * (outer.CHUNK + 7) ** 0.5, rel=1e-6)
+    assert outer.norm(np.array([3.0, -4.0], np.float32)) == 5.0
+    assert outer.norm(np.zeros(0, np.float32)) == 0.0
+    assert outer.norm(np.array([1.0, np.inf], np.float32)) == np.inf
+    assert outer.norm(np.array([1.0, np.nan], np.float32)) == np.inf
+
+
 def test_average_is_the_sum_in_the_given_order() -> None:
     random = np.random.default_rng(3)
     codec = get_codec("fp32")

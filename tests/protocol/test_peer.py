@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from stretto.protocol import messages as m
+from stretto.protocol.actions import Aborted, Committed, Rules, Send
 from stretto.protocol.chain import Member, SignedRecord, Tip, genesis
 from stretto.protocol.digest import digest, payload_digest, state_digest
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
-from stretto.protocol.peer import Over, Peer, PushTo, Repair, Work
-from stretto.protocol.rounds import Aborted, Committed, Rules, Send
+from stretto.protocol.peer import FetchFrom, Over, Peer, PushTo, Repair, Work
+from stretto.protocol.reduce import group_digest
 from stretto.protocol.schedule import Clock
 from stretto.protocol.simulation import Simulation, peer_id
 from stretto.protocol.streaming import Reduced, StreamingDiLoCo, seal
@@ -22,6 +23,10 @@ CONFIG = toy_config(codec="fp32", fragments=2, max_size=3)
 START = [np.arange(5, dtype=np.float32), np.ones(7, np.float32)]
 LOCAL = [weights - np.float32(0.25) for weights in START]
 RULES = Rules(inner_steps=20, fragments=2, min_group=1, max_group=3, window=3.0)
+
+
+ONES = np.ones(5, "<f4").tobytes()
+"""A contribution to fragment 0: 20 bytes, norm 2.24."""
 
 
 def sign(peer: bytes, message: bytes) -> bytes:
@@ -51,8 +56,10 @@ def depart(peer: Peer, round: int, now: float | None = None) -> list[Any]:
     return list(peer.depart(round, contribution, rate=1.0, patience=5.0, now=10.0 * round if now is None else now))
 
 
-def join(peer: bytes, round: int, head: bytes, tried: tuple[bytes, ...] = ()) -> m.Join:
-    return m.Join(round % 2, round, head, 0, Member(peer, 10, payload_digest(b"p" * 20)), 1.0, 5.0, tried)
+def join(
+    peer: bytes, round: int, head: bytes, tried: tuple[bytes, ...] = (), payload: bytes = ONES, norm: float = 9.0
+) -> m.Join:
+    return m.Join(round % 2, round, head, 0, Member(peer, 10, payload_digest(payload), norm), 1.0, 5.0, tried)
 
 
 def test_alone_a_peer_reduces_and_commits() -> None:
@@ -102,55 +109,108 @@ def test_a_round_departs_once() -> None:
 # ---------------------------------------------------------------------- pushes
 
 
-def push(payload: bytes = b"p" * 20, round: int = 0, fragment: int = 0) -> m.Push:
-    return m.Push(fragment, round, payload_digest(payload), len(payload))
+def grouped(*offers: tuple[bytes, bytes, float], me_too: bool = True, **fields: Any) -> tuple[Peer, m.Group]:
+    """A peer in round 0 whose coordinator has closed a group of these (peer, payload, announced norm)."""
+    peer = make(A, B, can_coordinate=False, **fields)
+    (send,) = [effect for effect in depart(peer, 0) if isinstance(effect, Send)]
+    assert isinstance(send.message, m.Join)
+    found = [Member(owner, 10, payload_digest(payload), norm) for owner, payload, norm in offers]
+    members = sorted([*found, *([send.message.member] if me_too else [])], key=lambda x: x.peer)
+    group = m.Group(0, 0, tuple(members), (), 10.0)
+    effects = peer.received(send.to, group, 0.0)
+    assert [effect.to for effect in effects if isinstance(effect, PushTo)] == sorted(
+        (owner for owner, *_ in offers), key=lambda owner: (owner < ME, owner)
+    ) * me_too
+    return peer, group
 
 
-def arrive(peer: Peer, owner: bytes, payload: bytes, round: int = 0) -> list[Any]:
-    return peer.payload_arrived(owner, round, payload, peer.check_payload(round, payload), 10.0 * round)
+def push(of: m.Group, payload: bytes = ONES, **fields: Any) -> m.Push:
+    header = m.Push(0, 0, group_digest(of), 0, payload_digest(payload), len(payload))
+    return dataclasses.replace(header, **fields)
+
+
+def arrive(peer: Peer, owner: bytes, group: m.Group, payload: bytes = ONES) -> list[Any]:
+    header = push(group, payload)
+    assert peer.wants(owner, header) is None
+    peer.check(owner, header, payload)
+    return peer.payload_arrived(owner, header, payload, 0.0)
 
 
 def test_only_what_is_due_is_let_in_before_any_byte() -> None:
-    peer = make(A, B, C)
-    assert peer.expects(A, push()) == "round 0 is not going on here"
-    depart(peer, 0)
-    assert peer.expects(A, push()) is None
-    assert peer.expects(A, push(b"p" * 21)) == "21 bytes where 20 are due"
-    assert peer.expects(A, push(round=2)) == "round 2 is not going on here"
-    assert peer.expects(A, push(fragment=1)) == "round 0 is not going on here"
+    peer, group = grouped((A, ONES, 9.0))
+    fresh = make(A, B)
+    assert fresh.wants(A, push(group)) == "round 0 is not going on here"
+    assert peer.wants(A, push(group)) is None
+    assert peer.wants(A, push(group, nbytes=21)) == "21 bytes where 20 are due"
+    assert peer.wants(A, push(group, nbytes=0)) == "0 bytes where 20 are due"
+    assert peer.wants(A, push(group, round=2)) == "round 2 is not going on here"
+    assert peer.wants(A, push(group, fragment=1)) == "round 0 is not going on here"
+    assert peer.wants(A, push(group, group=bytes(32))) == "another group"
+    assert peer.wants(C, push(group)) == "not a member of the group"
+    average = m.Average(0, 0, group_digest(group), 0, 0, payload_digest(ONES), 20)
+    assert peer.wants(A, average) == "no such part"
 
 
-def test_each_peer_has_one_contribution_and_the_group_a_bounded_number() -> None:
-    peer = make(A, B, C)
-    depart(peer, 0)
-    arrive(peer, A, b"\x00" * 20)
-    assert peer.expects(A, push(b"\x01" * 20)) == "already here"
+def test_before_the_group_is_known_nothing_is_let_in_but_it_may_be_asked_again_soon() -> None:
+    _, group = grouped((A, ONES, 9.0))
+    peer = make(A, B, can_coordinate=False)
+    assert not peer.early(push(group))  # the round is not going on here
+    (send,) = [effect for effect in depart(peer, 0) if isinstance(effect, Send)]
+    assert peer.wants(A, push(group)) == "another group"
+    assert peer.early(push(group))
+    peer.received(send.to, group, 0.0)
+    assert not peer.early(push(group))
+    assert peer.wants(A, push(group)) is None
+    peer.received(send.to, m.Abort(0, 0, "no"), 0.0)
+    assert not peer.early(push(group, group=bytes(32)))
+    assert peer.wants(A, push(group)) == "round 0 is not going on here"
+
+
+def test_each_peer_has_one_contribution() -> None:
+    peer, group = grouped((A, ONES, 9.0), (B, ONES, 9.0))
+    arrive(peer, A, group)
+    assert peer.wants(A, push(group)) == "already here"
     # the same bytes from another peer are that peer's contribution
-    assert peer.expects(B, push(b"\x00" * 20)) is None
-    arrive(peer, B, b"\x00" * 20)
-    arrive(peer, C, b"\x02" * 20)
-    assert peer.expects(peer_id(9), push(b"\x03" * 20)) == "more contributions than the group can have"
+    assert peer.wants(B, push(group)) is None
+    arrive(peer, B, group)
+    assert peer.wants(B, push(group)) == "already here"
 
 
 def test_once_the_group_is_known_only_its_contributions_are_let_in() -> None:
-    peer = make(A, B, can_coordinate=False)
-    (send,) = [effect for effect in depart(peer, 0) if isinstance(effect, Send)]
-    mine = peer.diloco.leave(0, LOCAL[0])
-    members = sorted([Member(ME, 0, mine.digest), Member(A, 10, payload_digest(b"p" * 20))], key=lambda x: x.peer)
-    effects = peer.received(send.to, m.Group(0, 0, tuple(members), 10.0), 0.0)
-    assert [effect.to for effect in effects if isinstance(effect, PushTo)] == [A]
-    assert peer.expects(A, push()) is None
-    assert peer.expects(A, push(b"q" * 20)) == "not what the group was told of"
-    assert peer.expects(B, push()) == "not what the group was told of"
+    peer, group = grouped((A, ONES, 9.0))
+    assert peer.wants(A, push(group)) is None
+    assert peer.wants(A, push(group, b"q" * 20)) == "not what the group was told of"
+    assert peer.wants(B, push(group)) == "not a member of the group"
 
 
 def test_a_payload_with_illegal_values_is_the_senders_fault() -> None:
-    peer = make(A)
-    depart(peer, 0)
-    with pytest.raises(RemoteProtocolError):
-        arrive(peer, A, np.full(5, np.nan, "<f4").tobytes())
-    with pytest.raises(RemoteProtocolError):
-        arrive(peer, A, bytes(19))
+    bad = np.full(5, np.nan, "<f4").tobytes()
+    peer, group = grouped((A, bad, 9.0))
+    with pytest.raises(RemoteProtocolError, match="not finite"):
+        peer.check(A, push(group, bad), bad)
+    with pytest.raises(RemoteProtocolError, match="19 bytes where 20 are due"):
+        peer.check(A, push(group, bad[1:]), bad[1:])
+    with pytest.raises(RemoteProtocolError, match="do not match their digest"):
+        peer.check(A, push(group, bad), ONES)
+
+
+def test_a_contribution_larger_in_norm_than_announced_is_the_senders_fault() -> None:
+    # the announced norm is that before encoding, which a codec may enlarge a little; ONES has norm 2.236
+    for norm, good in ((9.0, True), (2.2361, True), (1.5, True), (1.49, False), (0.0, False)):
+        peer, group = grouped((A, ONES, norm))
+        if good:
+            peer.check(A, push(group), ONES)
+            continue
+        with pytest.raises(RemoteProtocolError, match=f"contribution with norm 2.24, announced were {norm:.3g}"):
+            peer.check(A, push(group), ONES)
+
+
+def test_what_arrives_for_another_group_is_dropped() -> None:
+    peer, group = grouped((A, ONES, 9.0))
+    assert peer.payload_arrived(A, push(group, group=bytes(32)), ONES, 0.0) == []
+    assert peer.payload(0, payload_digest(ONES)) is None
+    arrive(peer, A, group)
+    assert peer.payload(0, payload_digest(ONES)) == ONES
 
 
 # ---------------------------------------------------------------------- rounds that others open
@@ -194,10 +254,18 @@ def test_nobody_can_end_a_round_by_joining_a_later_or_an_earlier_one() -> None:
 
 def test_messages_of_unknown_rounds_are_ignored() -> None:
     peer = make(A)
-    for message in (m.Ask(0, 0), m.Abort(0, 0, "x"), m.Have(0, 0, (A,))):
+    for message in (
+        m.Ask(0, 0),
+        m.Abort(0, 0, "x"),
+        m.Have(0, 0, 0, (A,)),
+        m.Plan(0, 0, 1, (A,), (A,)),
+        m.Averaged(0, 0, 0, (bytes(32),)),
+    ):
         assert peer.received(A, message, 0.0) == []
     assert peer.fetch_failed(A, 0, 0.0) == []
-    assert arrive(peer, A, bytes(20)) == []
+    header = m.Push(0, 0, bytes(32), 0, payload_digest(ONES), 20)
+    assert peer.payload_arrived(A, header, ONES, 0.0) == []
+    assert peer.fetched(FetchFrom(A, 0, payload_digest(ONES), None), ONES, 0.0) == []
 
 
 # ---------------------------------------------------------------------- clocks and repair
@@ -254,7 +322,8 @@ def _donor() -> tuple[m.State, Reduced]:
     state = donor.diloco.fragments[1]
     assert donor.clock is not None
     copy = seal(state.anchor, state.momentum)
-    return m.State(1, state.tip, state.record, donor.clock, bytes(32), 8 * state.anchor.size), copy
+    nbytes = 8 * state.anchor.size
+    return m.State(1, state.tip, state.record, donor.clock, bytes(32), nbytes, nbytes, (copy.digest,)), copy
 
 
 def test_a_download_that_fits_its_record_is_adopted() -> None:
@@ -330,23 +399,27 @@ def test_nothing_of_old_rounds_is_kept() -> None:
 
 
 def test_an_initial_state_is_never_taken_over_whatever_its_hash() -> None:
-    tried = 0
+    fragment = min((0, 1), key=lambda p: make(A).tips()[p].head)  # the one that is easier to beat
+    start, tried = START[fragment], 0
     for seed in range(20):
         peer = make(A)
         random = np.random.default_rng(seed)
-        reduced = seal(random.normal(size=5).astype(np.float32), np.zeros(5, np.float32))
-        tip = genesis(peer.run, 0, reduced.digest)
-        tried += tip.beats(peer.tips()[0])
-        state = m.State(0, tip, None, Clock(9, 90.0, 10.0), reduced.digest, 40)
+        reduced = seal(random.normal(size=start.size).astype(np.float32), np.zeros(start.size, np.float32))
+        tip = genesis(peer.run, fragment, reduced.digest)
+        tried += tip.beats(peer.tips()[fragment])
+        nbytes = 8 * start.size
+        state = m.State(fragment, tip, None, Clock(9, 90.0, 10.0), reduced.digest, nbytes, nbytes, (reduced.digest,))
         assert not peer.adopt(state, reduced)
-        assert peer.diloco.fragments[0].anchor.tobytes() == START[0].tobytes()
+        assert peer.diloco.fragments[fragment].anchor.tobytes() == start.tobytes()
     assert tried > 3  # some of these would have won by their hash
 
 
 def test_who_offers_an_initial_state_is_not_asked_twice_for_it() -> None:
     peer = make(A)
     reduced = seal(np.full(5, 3.0, np.float32), np.zeros(5, np.float32))
-    state = m.State(0, genesis(peer.run, 0, reduced.digest), None, Clock(0, 0.0, 10.0), reduced.digest, 40)
+    state = m.State(
+        0, genesis(peer.run, 0, reduced.digest), None, Clock(0, 0.0, 10.0), reduced.digest, 40, 40, (reduced.digest,)
+    )
     assert peer.hear(A, None, [4, 0], [40, 0]) == [Repair(0, A, "version 0 here, 4 there")]
     assert not peer.adopt(state, reduced)
     assert peer.hear(A, None, [4, 0], [40, 0]) == []

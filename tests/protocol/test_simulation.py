@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from stretto.protocol import messages as m
 from stretto.protocol import outer
+from stretto.protocol.actions import Aborted, Committed, Outrun
 from stretto.protocol.digest import digest, state_digest
 from stretto.protocol.errors import ConfigError
 from stretto.protocol.outer import Vector
 from stretto.protocol.peer import FetchFrom
-from stretto.protocol.rounds import Aborted, Committed, Outrun, rendezvous_order
+from stretto.protocol.rounds import rendezvous_order
 from stretto.protocol.simulation import Network, Replica, SimPeer, Simulation, peer_id
 from tests.fakes import QuadraticReplica, TorchReplica, outer_states, toy_config
 
@@ -175,9 +177,9 @@ def test_an_aborted_round_loses_no_work() -> None:
 class _LosesPushes(Simulation):
     """From round 4 on, what peer 2 contributes never reaches the others, though all its messages do."""
 
-    def _pushed(self, sim: SimPeer, target: SimPeer, round: int, payload: bytes) -> None:
-        if sim.index != 2 or round < 4:
-            super()._pushed(sim, target, round, payload)
+    def _pushed(self, sim: SimPeer, target: SimPeer, header: m.Push | m.Average, data: bytes, *, tries: int) -> None:
+        if sim.index != 2 or header.round < 4:
+            super()._pushed(sim, target, header, data, tries=tries)
 
 
 def _quadratic(sim: SimPeer) -> QuadraticReplica:
@@ -227,9 +229,9 @@ class _LosesFetches(Simulation):
         order = rendezvous_order(self.config.digest(), 0, 4, [sim.peer.me for sim in self.peers])
         return [sim.peer.me for sim in self.peers].index(order[-1])
 
-    def _pushed(self, sim: SimPeer, target: SimPeer, round: int, payload: bytes) -> None:
-        if target.index != self.victim or round != 4:
-            super()._pushed(sim, target, round, payload)
+    def _pushed(self, sim: SimPeer, target: SimPeer, header: m.Push | m.Average, data: bytes, *, tries: int) -> None:
+        if target.index != self.victim or header.round != 4:
+            super()._pushed(sim, target, header, data, tries=tries)
 
     def _fetch(self, sim: SimPeer, source: SimPeer, effect: FetchFrom) -> None:
         self._carry_out(sim, sim.peer.fetch_failed(source.peer.me, effect.round, self.now))
@@ -362,7 +364,7 @@ def test_identical_peers_are_one_peer(count: int, codec: str) -> None:
     results = []
     for peers in (1, count):
         replicas = [QuadraticReplica(7) for _ in range(peers)]
-        simulation = Simulation(toy_config(codec=codec), replicas, tau=[2] * peers)
+        simulation = Simulation(toy_config(codec=codec, down=codec), replicas, tau=[2] * peers)
         simulation.run(12)
         simulation.settle()
         assert simulation.committed() == set(range(12))

@@ -75,7 +75,8 @@ def test_a_contribution_is_the_encoded_outer_gradient(codec: str) -> None:
         contribution = contribute(diloco, fragment, weights)
         state = diloco.fragments[fragment]
         expected = get_codec(codec).encode(state.anchor - weights)
-        assert contribution == Contribution(fragment, state.tip.head, expected, payload_digest(expected), 700)
+        size = outer.norm(state.anchor - weights)
+        assert contribution == Contribution(fragment, state.tip.head, expected, payload_digest(expected), 700, size)
 
 
 def test_a_committed_round_is_the_average_and_a_nesterov_step() -> None:
@@ -337,5 +338,5 @@ def test_encoding_elsewhere_gives_the_same_contribution() -> None:
     diloco = make("e3m0")
     diloco.trained(7)
     local = vectors(3)[3]
-    elsewhere = diloco.leave_with(3, lambda anchor: diloco.codec.encode(anchor - local))
+    elsewhere = diloco.leave_with(3, lambda anchor: (diloco.codec.encode(anchor - local), outer.norm(anchor - local)))
     assert elsewhere == diloco.leave(3, local.copy(), consume=True)
