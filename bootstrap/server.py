@@ -12,18 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from stretto.bootstrap.monitor import Monitor
+from stretto.node.swarm.clock import SwarmClock
+from stretto.node.swarm.dht_time import set_dht_time
 from stretto.node.swarm.host import Host, HostConfig, HostError, socket_dir
 from stretto.node.swarm.identity import Identity
 from stretto.node.swarm.records import SignedRecords, roster_key
 from stretto.node.swarm.roster import Roster
 from stretto.node.swarm.runs import answer_run, sign_run, wait_closed_by_client
 from stretto.node.swarm.streams import Reader, Writer, bulk_name, read_message, serve, write_message
+from stretto.node.swarm.time_keeper import TimeKeeper, answer_time
 from stretto.protocol import messages as m
 from stretto.protocol.config import RunConfig
 from stretto.protocol.errors import RemoteProtocolError
 from stretto.protocol.invite import Invite
 
 REDIAL = 30.0
+
+_REQUESTS = (m.FetchRun, m.FetchTime, m.FetchState, m.Fetch, m.Push)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +45,12 @@ class BootstrapConfig:
 class Bootstrap:
     """A running bootstrap peer. Use from its event loop."""
 
-    def __init__(self, host: Host, run: RunConfig, signed: m.SignedRun, config: BootstrapConfig) -> None:
-        self.host, self.run, self.config = host, run, config
+    def __init__(
+        self, host: Host, run: RunConfig, signed: m.SignedRun, config: BootstrapConfig, clock: SwarmClock
+    ) -> None:
+        self.host, self.run, self.config, self.clock = host, run, config, clock
         self._signed = signed
-        self.roster = Roster(host, run.digest(), lambda: None)
+        self.roster = Roster(host, run.digest(), lambda: None, clock.now)
         self.monitor = Monitor(run)
 
     @classmethod
@@ -55,8 +62,11 @@ class Bootstrap:
             announce=config.announce,
             socket_dir=socket_dir(config.data_dir),
         )
-        host = await Host.start(identity, host_config, SignedRecords(identity, [roster_key(run.digest())]))
-        self = cls(host, run, sign_run(run, identity), config)
+        clock = SwarmClock()
+        clock.settled = True  # who comes first has nobody to ask
+        set_dht_time(clock.now)
+        host = await Host.start(identity, host_config, SignedRecords(identity, [roster_key(run.digest())], clock.now))
+        self = cls(host, run, sign_run(run, identity), config, clock)
         await serve(host.p2p, bulk_name(run.digest()), self._answer)
         return self
 
@@ -71,20 +81,25 @@ class Bootstrap:
 
     async def _answer(self, _sender: bytes, reader: Reader, writer: Writer) -> None:
         with contextlib.suppress(RemoteProtocolError):
-            request = await read_message(reader, m.FetchRun, m.FetchState, m.Fetch, m.Push)
+            request = await read_message(reader, *_REQUESTS)
             if isinstance(request, m.FetchRun):
                 await answer_run(self._signed, reader, writer)
+            elif isinstance(request, m.FetchTime):
+                await answer_time(self.clock, request, reader, writer)
             else:
                 await write_message(writer, m.Missing("a bootstrap peer holds the run config only"))
                 await wait_closed_by_client(reader)
 
     async def keep(self, say: Callable[[str], None], *, seconds_per_status: float) -> None:
         """Follow the roster and keep in touch with the other bootstrap peers, until cancelled or p2pd dies."""
+        keeper = TimeKeeper(host=self.host, run=self.run.digest(), clock=self.clock, tell=say, follows=True)
+        keeper.trainers = lambda: list(self.roster.peers)
         work: Sequence[Any] = (
             asyncio.ensure_future(self.roster.keep()),
             asyncio.ensure_future(self._redial()),
             asyncio.ensure_future(self._report(say, seconds_per_status)),
             asyncio.ensure_future(self.host.died()),
+            asyncio.ensure_future(keeper.keep()),
         )
         try:
             await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)

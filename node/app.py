@@ -33,15 +33,21 @@ from stretto.node.parts import (
 from stretto.node.ports import probe_port
 from stretto.node.runfile import check_expected
 from stretto.node.stopping import StopSignal
+from stretto.node.swarm.chainlog import ChainLog
+from stretto.node.swarm.clock import SwarmClock
+from stretto.node.swarm.dht_time import set_dht_time
 from stretto.node.swarm.exchange import Exchange
 from stretto.node.swarm.folders import own_folder, write_whole
 from stretto.node.swarm.host import Host, HostConfig, dial_any, socket_dir
 from stretto.node.swarm.identity import Identity, IdentityLock, format_peer_id, load_or_create
+from stretto.node.swarm.known_peers import KnownPeers
+from stretto.node.swarm.line import Line
 from stretto.node.swarm.member import Member, Progress
 from stretto.node.swarm.records import SignedRecords, roster_key
 from stretto.node.swarm.roster import Roster
 from stretto.node.swarm.runs import check_run, fetch_run
 from stretto.node.swarm.thread import NetworkThread, Stopped
+from stretto.node.swarm.time_keeper import TimeKeeper
 from stretto.node.sync import Sync
 from stretto.node.trainer import StepReport, Trainer, evaluate, make_optimizer
 from stretto.protocol import fp4
@@ -50,10 +56,16 @@ from stretto.protocol.config import RunConfig
 from stretto.protocol.errors import ConfigError
 from stretto.protocol.invite import Invite
 from stretto.protocol.peer import Peer
+from stretto.protocol.roster import PeerRecord
 
 VERSION = version("stretto-swarm")
 REHEARSAL = 5
 """Forward and backward passes that measure this machine before the run's clock is set."""
+
+
+def run_folder(config: NodeConfig, run: bytes) -> Path:
+    """Where this node keeps what belongs to the run with this id."""
+    return config.data_dir / "runs" / run.hex()[:16]
 
 
 @dataclass
@@ -66,9 +78,14 @@ class Network:
     thread: NetworkThread = field(default_factory=NetworkThread)
     host: Host | None = None
     bootstraps: list[str] = field(default_factory=list)
+    clock: SwarmClock = field(default_factory=SwarmClock)
+    time: TimeKeeper | None = None
+    known: KnownPeers | None = None
+    reached: list[str] = field(default_factory=list)
+    """Addresses of bootstrap and remembered peers that answered at the start."""
 
     def open(self, identity: Identity, invite: Invite) -> Host:
-        """Start the daemon and reach a bootstrap peer."""
+        """Start the daemon, reach a bootstrap peer or one met before, and take over the swarm's time."""
         config = self.config
         self.console.say(f"starting the network daemon on {config.host} port {config.port or '(any free one)'}")
         host_config = HostConfig(
@@ -77,7 +94,8 @@ class Network:
             announce=config.announce,
             socket_dir=socket_dir(config.data_dir),
         )
-        validator = SignedRecords(identity, [roster_key(invite.run)])
+        set_dht_time(self.clock.now)
+        validator = SignedRecords(identity, [roster_key(invite.run)], self.clock.now)
         self.host = self.thread.call(Host.start(identity, host_config, validator), stopping=self.stopping)
         self.console.say(f"listening at {', '.join(self.host.addresses)}")
         addresses = self.bootstraps = [a for a in invite.addresses if not a.endswith(identity.peer_id)]
@@ -88,15 +106,28 @@ class Network:
             )
         if len(addresses) < len(invite.addresses):
             self.console.say("WARNING the invite names this peer itself as a bootstrap; that address is ignored")
-        self.console.say(f"dialling {len(addresses)} bootstrap peer(s)")
-        reached = self.thread.call(self._dial(addresses), stopping=self.stopping)
-        self.console.say(f"{reached} of {len(addresses)} bootstrap peers reached")
+        known = KnownPeers(run_folder(config, invite.run) / "peers.json", identity.peer_id, self.console.say)
+        self.known, remembered = known, known.addresses()
+        also = f" and {len(remembered)} address(es) of peers met earlier" if remembered else ""
+        self.console.say(f"dialling {len(addresses)} bootstrap peer(s){also}")
+        self.reached = self.thread.call(self._dial(addresses, remembered), stopping=self.stopping)
+        bootstraps = sum(address in addresses for address in self.reached)
+        self.console.say(f"{bootstraps} of {len(addresses)} bootstrap peers reached")
+        self.time = self.thread.call(self._take_time(invite.run), stopping=self.stopping)
         return self.host
 
-    async def _dial(self, addresses: list[str]) -> int:
+    async def _dial(self, addresses: list[str], remembered: list[str]) -> list[str]:
         assert self.host is not None
-        patience = self.config.join_timeout or None
-        return await dial_any(self.host, addresses, say=self.console.say, stop=asyncio.Event(), patience=patience)
+        patience, remembered = self.config.join_timeout or None, [a for a in remembered if a not in addresses]
+        say, stop = self.console.say, asyncio.Event()
+        return await dial_any(self.host, addresses, say=say, stop=stop, patience=patience, remembered=remembered)
+
+    async def _take_time(self, run: bytes) -> TimeKeeper:
+        """Made in the loop that it runs in."""
+        assert self.host is not None
+        keeper = TimeKeeper(host=self.host, run=run, clock=self.clock, tell=self.console.say)
+        await keeper.arrive()
+        return keeper
 
     def close(self) -> None:
         """Stop daemon and thread."""
@@ -120,7 +151,7 @@ def run_node(invite_text: str, config: NodeConfig, console: Console, stopping: S
         try:
             console.start_status(config.seconds_per_status)
             host = network.open(identity, invite)
-            signed = network.thread.call(fetch_run(host, invite), stopping=stopping)
+            signed = network.thread.call(fetch_run(host, invite, network.reached), stopping=stopping)
             run = check_run(signed, invite)
             check_expected(run, config.expect)
             console.say(f"run {run.name!r}, id {invite.run.hex()[:16]}, signed by {format_peer_id(signed.operator)}")
@@ -168,7 +199,7 @@ class Node:
         console: Console,
     ) -> "Node":
         """Corpus, model, protocol state and network parts for ``run``."""
-        folder = config.data_dir / "runs" / run.digest().hex()[:16]
+        folder = run_folder(config, run.digest())
         folder.mkdir(parents=True, exist_ok=True)
         corpus = open_data(run, config.data_dir)
         console.say(corpus.describe())
@@ -195,7 +226,7 @@ class Node:
             micro_batch=config.micro_batch,
             device=device,
         )
-        member = _make_member(run, signed, config, network, peer, sync, metrics, console)
+        member = _make_member(run, signed, config, network, peer, sync, metrics, console, folder / "log")
         return cls(run, config, console, network, metrics, corpus, trainer, sync, member, folder)
 
     # ------------------------------------------------------------------ life
@@ -340,9 +371,11 @@ class Node:
             due = clock.departure(following) - exchange.now()
             ends = exchange.last_round is not None and following >= exchange.last_round
             swarm = "the last round has departed" if ends else f"next round in {due:.0f} s"
+        isolated = self.member.isolated
         alone = "" if peers else "; alone, no other peer is in sight"
+        alone = f"; no peers for {isolated:.0f} s" if isolated else alone
         return (
-            f"training: step {progress.step}, loss {progress.loss:.3f}, "
+            f"{'isolated, ' if isolated else ''}training: step {progress.step}, loss {progress.loss:.3f}, "
             f"{rate * self.run.inner.tokens_per_step:,.0f} tokens/s, tau {progress.tau}, {peers} other peer(s), "
             f"{len(exchange.committed)} rounds committed, {len(exchange.aborted)} aborted; {swarm}{alone}"
         )
@@ -393,9 +426,12 @@ def _make_member(
     sync: Sync,
     metrics: MetricsFile,
     console: Console,
+    log_folder: Path,
 ) -> Member:
-    host, progress = network.host, Progress()
+    host, progress, known, keeper = network.host, Progress(), network.known, network.time
     assert host is not None
+    assert known is not None
+    assert keeper is not None
 
     narrator = Narrator()
 
@@ -408,8 +444,16 @@ def _make_member(
             network.stopping.exit_code = 1
             network.stopping.stop()
 
+    def warn(text: str) -> None:
+        say({"event": "fault", "what": text})
+
+    log = ChainLog(log_folder, run=run.digest(), budget=config.log_bytes, warn=warn)
     member: Member | None = None
-    roster = Roster(host, run.digest(), lambda: member.own_record(VERSION, config.client_mode) if member else None)
+
+    def own_record() -> PeerRecord | None:
+        return member.own_record(VERSION, config.client_mode) if member else None
+
+    roster = Roster(host, run.digest(), own_record, network.clock.now)
 
     async def make() -> Member:
         exchange = Exchange(
@@ -417,11 +461,14 @@ def _make_member(
             peer=peer,
             sync=sync,
             roster=roster,
+            line=Line(max_upload=config.max_upload, max_download=config.max_download),
             run_config=signed,
+            clock=network.clock,
             say=say,
             last_round=last_round(run, peer.fragments, config.rounds),
+            log=log,
         )
-        return Member(host, exchange, roster, progress, network.bootstraps, say, console.say)
+        return Member(host, exchange, roster, progress, network.bootstraps, known, keeper, say, console.say)
 
     member = network.thread.call(make())
     return member

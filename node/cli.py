@@ -175,11 +175,14 @@ def join(
     port: Annotated[int | None, typer.Option(help="TCP port to listen on; 0 takes any free one.")] = None,
     announce: Annotated[list[str] | None, typer.Option(help="Multiaddr to announce; may be repeated.")] = None,
     client_mode: Annotated[bool | None, typer.Option("--client-mode", help="Cannot be reached.")] = None,
+    max_upload: Annotated[str | None, typer.Option(help="Cap on sending, such as 500kB/s or 4Mbit/s.")] = None,
+    max_download: Annotated[str | None, typer.Option(help="Cap on receiving, such as 2MB/s.")] = None,
     tau: Annotated[int | None, typer.Option(help="Fixed overlap in inner steps.")] = None,
     new_run: Annotated[bool | None, typer.Option("--new-run", help="Found the run if nobody has.")] = None,
     start_peers: Annotated[int | None, typer.Option(help="With --new-run: wait for so many peers.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Stop after so many rounds of the run.")] = None,
     join_timeout: Annotated[float | None, typer.Option(help="Seconds to look for a bootstrap peer.")] = None,
+    log_budget: Annotated[str | None, typer.Option(help="Disk space for the last commits: 1GB, 0 for none.")] = None,
     seconds_per_status: Annotated[float | None, typer.Option(help="Time between two status lines.")] = None,
     exit_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
@@ -261,8 +264,15 @@ def doctor(
     from stretto.node.doctor import render, run_doctor
     from stretto.protocol.invite import Invite
 
-    addresses = Invite.parse(invite).addresses if invite else ()
-    found = run_doctor(addresses, data_dir=data_dir or default_data_dir(), port=port, device=device, timeout=timeout)
+    parsed = Invite.parse(invite) if invite else None
+    found = run_doctor(
+        parsed.addresses if parsed else (),
+        data_dir=data_dir or default_data_dir(),
+        port=port,
+        device=device,
+        timeout=timeout,
+        run=parsed.run if parsed else None,
+    )
     print(found.to_json() if as_json else render(found))
     raise typer.Exit(0 if found.ok else 1)
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import platformdirs
 
+from stretto.node.rates import Rate, check_rate, parse_rate
+from stretto.node.sizes import parse_size
 from stretto.protocol.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -57,6 +59,10 @@ class NodeConfig:
     """Multiaddrs to announce in place of those that the machine sees, such as /ip4/203.0.113.5/tcp/4001."""
     client_mode: bool = False
     """This peer cannot be reached from outside: it joins rounds but never coordinates one."""
+    max_upload: Rate = Rate(0.0)  # noqa: RUF009 - a NewType of float is no mutable default
+    """Bytes per second that this node sends at most, on average; 0 for no cap. Texts such as 4Mbit/s are accepted."""
+    max_download: Rate = Rate(0.0)  # noqa: RUF009
+    """Bytes per second that it receives at most, on average."""
     tau: int | None = None
     """Fixed overlap in inner steps; without it a result is merged as soon as it is there."""
     new_run: bool = False
@@ -67,6 +73,8 @@ class NodeConfig:
     """Stop after so many rounds of the run; 0 goes on to the run's end."""
     join_timeout: float = 0.0
     """Give up after so many seconds without a bootstrap peer; 0 keeps trying."""
+    log_budget: str = "1GB"
+    """Disk space for the last commits of all fragments, which peers that are behind replay; 0 keeps none."""
     seconds_per_status: float = 15.0
     """Time between two status lines."""
 
@@ -86,12 +94,20 @@ class NodeConfig:
             0.1 <= self.seconds_per_status <= 30,
             f"seconds_per_status is {self.seconds_per_status}, it must be in 0.1..30: nothing runs in silence",
         )
+        check_rate(self.max_upload, "max_upload")
+        check_rate(self.max_download, "max_download")
+        parse_size("log_budget", self.log_budget)
         for address in self.announce:
             parts = address.split("/")
             require(
                 len(parts) >= 5 and parts[0] == "" and parts[3] in ("tcp", "udp") and parts[4] not in ("", "0"),
                 f"announce address {address!r} is not of the form /ip4/HOST/tcp/PORT with a port that is not 0",
             )
+
+    @property
+    def log_bytes(self) -> int:
+        """``log_budget`` in bytes."""
+        return parse_size("log_budget", self.log_budget)
 
     @property
     def key_file(self) -> Path:
@@ -140,6 +156,8 @@ def _from_environment(environment: Mapping[str, str], hints: Mapping[str, Any]) 
 
 def _from_text(kind: Any, name: str, text: str) -> Any:
     kind = _without_none(kind)
+    if kind is Rate:
+        return parse_rate(text, name)
     try:
         if kind is bool:
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
@@ -157,6 +175,8 @@ def _shaped(kind: Any, key: str, value: Any) -> Any:
     kind = _without_none(kind)
     if value is None:
         return None
+    if kind is Rate:
+        return parse_rate(value, key)
     if kind is Path:
         return Path(str(value)).expanduser().absolute()
     if typing.get_origin(kind) is tuple:

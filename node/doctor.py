@@ -8,7 +8,7 @@ line prints `render`, or `DoctorReport.to_json` for a machine.
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from stretto.node.doctor_machine import (
     check_versions,
     daemon_path,
 )
+from stretto.node.swarm.time_votes import Sample, compare_walls, walls_in_words
 from stretto.protocol.errors import ConfigError
 
 MAX_BOOTSTRAP_PEERS = 64
@@ -57,11 +58,13 @@ def run_doctor(
     device: str,
     timeout: float,
     daemon: Path | None = None,
+    run: bytes | None = None,
 ) -> DoctorReport:
     """Check the machine and every bootstrap address.
 
     ``addresses`` are multiaddresses with a peer id (none: only the machine is checked), ``timeout`` is in seconds per
-    address (all at once), ``daemon`` replaces the libp2p daemon that comes with hivemind. What is wrong with the
+    address (all at once), ``daemon`` replaces the libp2p daemon that comes with hivemind, ``run`` is the run
+    whose peers are asked for the time. What is wrong with the
     machine or the swarm is in the report; ConfigError is raised only for arguments that cannot be used.
     """
     if not 0 < timeout <= 300:
@@ -71,7 +74,7 @@ def run_doctor(
     checks = [check_platform(), check_daemon(daemon or daemon_path()), check_versions(), _device(device)]
     checks += [check_disk(data_dir), check_open_files(), check_port(port)]
     if addresses:
-        checks += _check_bootstrap(addresses, timeout)
+        checks += _check_bootstrap(addresses, timeout, run)
     return DoctorReport(checks=tuple(checks))
 
 
@@ -83,10 +86,10 @@ def _device(device: str) -> Check:
     return check_device(device, devices)
 
 
-def _check_bootstrap(addresses: Sequence[str], timeout: float) -> list[Check]:
-    """Return one line for all bootstrap peers together, then one for each."""
+def _check_bootstrap(addresses: Sequence[str], timeout: float, run: bytes | None) -> list[Check]:
+    """Return one line for all bootstrap peers together, one for each, and one for the clock if a run is given."""
     try:
-        answers = probe(addresses, timeout)
+        answers = probe(addresses, timeout) if run is None else probe(addresses, timeout, run)
     except ProbeError as error:
         return [Check(name="bootstrap", status="fail", text=str(error))]
     reached = sum(answer["ok"] for answer in answers)
@@ -95,7 +98,32 @@ def _check_bootstrap(addresses: Sequence[str], timeout: float) -> list[Check]:
     if reached < len(answers):
         reasons = dict.fromkeys(answer["error"] for answer in answers if not answer["ok"])
         text += f" ({'; '.join(reasons)})"
-    return [Check(name="bootstrap", status=status, text=text), *(_one_peer(answer, status) for answer in answers)]
+    checks = [Check(name="bootstrap", status=status, text=text), *(_one_peer(answer, status) for answer in answers)]
+    return checks + ([check_clock(answers)] if run is not None and reached else [])
+
+
+def check_clock(answers: Sequence[Mapping[str, Any]]) -> Check:
+    """Compare this machine's clock with those of the peers that told the time; ``answers`` are those of `probe`."""
+    samples = {
+        answer["peer_id"]: Sample(
+            peer=str(answer["peer_id"]).encode(),
+            offset=answer["time_offset"],
+            error=answer["time_error"],
+            correction=answer["time_correction"],
+        )
+        for answer in answers
+        if answer["time_offset"] is not None
+    }
+    if not samples:
+        text = "no peer told the time, so this machine's clock could not be compared"
+        return Check(name="clock", status="warn", text=text)
+    walls = compare_walls(list(samples.values()), correction=0.0)
+    odd = ", ".join(peer.decode()[-8:] for peer, _ in walls.odd)
+    warning = walls_in_words(walls, odd)
+    if warning is not None:
+        return Check(name="clock", status="warn", text=warning.removeprefix("WARNING "))
+    text = f"this machine's clock agrees with {walls.asked} of {walls.asked} peers ({walls.ahead:+.3f} s)"
+    return Check(name="clock", status="ok", text=text)
 
 
 def _one_peer(answer: dict[str, Any], overall: Status) -> Check:
@@ -112,13 +140,13 @@ class ProbeError(Exception):
     """The probe process itself did not work; the text is one line."""
 
 
-def probe(addresses: Sequence[str], timeout: float) -> list[dict[str, Any]]:
+def probe(addresses: Sequence[str], timeout: float, run: bytes | None = None) -> list[dict[str, Any]]:
     """Probe libp2p addresses in a child process and return its answers, one per address and in their order.
 
-    ``timeout`` is in seconds per address, all are probed at once. The keys are those of
-    `stretto.node.doctor_probe.ProbeResult`. Raises ProbeError where the child fails.
+    ``timeout`` is in seconds per address, all are probed at once, and asked for the time of ``run``. The keys are
+    those of `stretto.node.doctor_probe.ProbeResult`. Raises ProbeError where the child fails.
     """
-    request = json.dumps({"addresses": list(addresses), "timeout": timeout})
+    request = json.dumps({"addresses": list(addresses), "timeout": timeout, "run": run.hex() if run else None})
     # "python -m" puts the working folder first on the path: the folder that holds the stretto package, not whatever
     # folder the person happens to be in.
     root = Path(__file__).absolute().parents[2]

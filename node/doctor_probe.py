@@ -5,6 +5,8 @@ two cannot live in one process. This file is the only home of ``libp2p`` and ``t
 
     {"addresses": ["/ip4/1.2.3.4/tcp/4001/p2p/12D3KooW..."], "timeout": 10}
 
+with ``"run": "RUN ID IN HEX"`` if the time is wanted.
+
 On stdout: a list with one object per address, in the same order, see `ProbeResult`. Each address goes through four
 phases, and a failure names the one it happened in:
 
@@ -13,6 +15,9 @@ phases, and a failure names the one it happened in:
     identify   the peer says what it runs and under which address it sees us (libp2p identify, /ipfs/id/1.0.0)
     ping       three round trips (/ipfs/ping/1.0.0)
 
+A peer that answers is also asked for the time, if the request names the ``run``: a peer of Stretto tells it on its
+bulk stream. Whether it does is no part of whether it can be reached.
+
 py-libp2p has no time limit of its own against an address that swallows packets, so every address has one here, and a
 watchdog ends the process with what is known should the library refuse to be cancelled.
 """
@@ -20,16 +25,18 @@ watchdog ends the process with what is known should the library refuse to be can
 import json
 import logging
 import os
+import re
 import secrets
 import statistics
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 import trio
 from libp2p import new_host
-from libp2p.abc import IHost
+from libp2p.abc import IHost, INetStream
 from libp2p.custom_types import TProtocol
 from libp2p.exceptions import MultiError
 from libp2p.identity.identify.identify import parse_identify_response
@@ -41,6 +48,9 @@ from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
+from stretto.node.swarm.time_votes import Sample, round_trip
+from stretto.protocol import messages as m
+
 IDENTIFY = TProtocol("/ipfs/id/1.0.0")
 PING = TProtocol("/ipfs/ping/1.0.0")
 PINGS = 3
@@ -50,6 +60,7 @@ MAX_INPUT_BYTES = 1 << 18
 MAX_IDENTIFY_BYTES = 1 << 16
 MAX_PROTOCOLS = 100
 MAX_TEXT_CHARS = 200
+MAX_TIME_BYTES = 1024
 CLEANUP_SECONDS = 1.0  # after the time limit, for closing connections; then the watchdog ends the process
 
 _FAMILIES = {
@@ -66,7 +77,9 @@ class ProbeResult:
     """What became of one address. Filled in while the probe goes on, so that it is true at any moment.
 
     ``phase`` is the phase reached (on success: ping), ``error`` one line or None, ``observed`` the address under which
-    the peer sees us, ``rtt_ms`` the median round trip in milliseconds.
+    the peer sees us, ``rtt_ms`` the median round trip in milliseconds. ``time_offset`` is the swarm time that the peer
+    tells minus this machine's clock, known to ``time_error``, and ``time_correction`` what the peer adds to its own
+    machine's clock to get it, all in seconds; None where it was not asked or did not say.
     """
 
     address: str
@@ -76,6 +89,9 @@ class ProbeResult:
     observed: str | None = None
     protocols: list[str] = field(default_factory=list)
     rtt_ms: float | None = None
+    time_offset: float | None = None
+    time_error: float | None = None
+    time_correction: float | None = None
     phase: str = "parse"
     error: str | None = None
     connected: bool = field(default=False, repr=False)
@@ -112,11 +128,14 @@ def parse_target(address: str) -> Target:
     return Target(host=values[0], kind=names[0], port=int(values[1]), peer=ID.from_string(values[2]))
 
 
-async def probe_one(result: ProbeResult, timeout: float) -> None:
-    """Probe ``result.address`` and write everything learned into ``result``. Returns within ``timeout`` seconds."""
+async def probe_one(result: ProbeResult, timeout: float, run: str | None = None) -> None:
+    """Probe ``result.address`` and write everything learned into ``result``. Returns within ``timeout`` seconds.
+
+    ``run`` is a run id in hex, of which the peer is asked the time.
+    """
     with trio.move_on_after(timeout) as scope:
         try:
-            await _walk_phases(result)
+            await _walk_phases(result, run)
         except ProbeFailure as failure:
             result.error = str(failure)
         except Exception as error:  # noqa: BLE001 - the library's errors are an open set, in groups: each is the answer
@@ -127,7 +146,7 @@ async def probe_one(result: ProbeResult, timeout: float) -> None:
         result.error = silence(result, timeout)
 
 
-async def _walk_phases(result: ProbeResult) -> None:
+async def _walk_phases(result: ProbeResult, run: str | None) -> None:
     target = parse_target(result.address)
     result.peer_id = str(target.peer)
     result.phase = "dial"
@@ -142,6 +161,8 @@ async def _walk_phases(result: ProbeResult) -> None:
         result.phase = "ping"
         result.rtt_ms = round(await _ping(host, target.peer), 3)
         result.ok = True
+        if run is not None:
+            await _take_time(result, host, target.peer, run)
 
 
 async def _connect_tcp(target: Target) -> Multiaddr:
@@ -215,6 +236,35 @@ async def _ping(host: IHost, peer: ID) -> float:
     return statistics.median(times)
 
 
+async def _take_time(result: ProbeResult, host: IHost, peer: ID, run: str) -> None:
+    """Ask for the swarm's time over the peer's bulk stream; frames are a 4-byte length and a message."""
+    try:
+        stream = await host.new_stream(peer, [TProtocol(f"/stretto/{m.PROTOCOL_VERSION}/{run}/bulk")])
+        samples = [await _ask_time(stream) for _ in range(PINGS)]
+        await stream.close()
+    except Exception:  # noqa: BLE001 - an open set, as above; the peer was reached, and its time is an extra
+        return
+    best = min(samples, key=lambda sample: sample.error)
+    result.time_offset, result.time_error, result.time_correction = best.offset, best.error, best.correction
+
+
+async def _ask_time(stream: INetStream) -> Sample:
+    sent, began = time.time(), time.monotonic()
+    frame = m.encode(m.FetchTime(sent))
+    await stream.write(len(frame).to_bytes(4, "big") + frame)
+    size = int.from_bytes(await read_exactly(stream, 4), "big")
+    if size > MAX_TIME_BYTES:
+        raise ProbeFailure(f"an answer of {size} bytes to the question for the time")
+    answer = m.decode(await read_exactly(stream, size), m.Time)
+    back = sent + time.monotonic() - began
+    sample = round_trip(
+        b"", sent=sent, received=answer.received, answered=answer.answered, back=back, correction=answer.correction
+    )
+    if sample is None:
+        raise ProbeFailure("the answer to the question for the time cannot be true")
+    return sample
+
+
 def silence(result: ProbeResult, timeout: float) -> str:
     """Return the line for a peer that did not answer in ``timeout`` seconds."""
     if result.phase in ("identify", "ping"):
@@ -264,15 +314,15 @@ def _clean(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:MAX_TEXT_CHARS])
 
 
-async def probe_all(results: Sequence[ProbeResult], timeout: float) -> None:
+async def probe_all(results: Sequence[ProbeResult], timeout: float, run: str | None = None) -> None:
     """Probe all addresses at once."""
     async with trio.open_nursery() as nursery:
         for result in results:
-            nursery.start_soon(probe_one, result, timeout)
+            nursery.start_soon(probe_one, result, timeout, run)
 
 
-def read_request(text: str) -> tuple[list[str], float]:
-    """Return the addresses and the time limit in seconds. Raises ValueError for anything else."""
+def read_request(text: str) -> tuple[list[str], float, str | None]:
+    """Return the addresses, the time limit in seconds and the run id. Raises ValueError for anything else."""
     request = json.loads(text)
     if not isinstance(request, dict):
         raise ValueError("the request must be a JSON object")
@@ -283,7 +333,10 @@ def read_request(text: str) -> tuple[list[str], float]:
         raise ValueError(f"{len(addresses)} addresses; at most {MAX_ADDRESSES} at once")
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_TIMEOUT:
         raise ValueError(f"'timeout' must be a number of seconds up to {MAX_TIMEOUT:g}")
-    return addresses, float(timeout)
+    run = request.get("run")
+    if run is not None and not (isinstance(run, str) and re.fullmatch("[0-9a-f]{64}", run)):
+        raise ValueError("'run' must be a run id of 64 hexadecimal digits")
+    return addresses, float(timeout), run
 
 
 def _answer(results: Sequence[ProbeResult]) -> None:
@@ -295,7 +348,7 @@ def main() -> None:
     """Read the request, probe, answer, and end: at the latest ``timeout`` + 1 second later, whatever happens."""
     logging.disable(logging.CRITICAL)  # the library reports each failed try on stderr; the answer has it once
     try:
-        addresses, timeout = read_request(sys.stdin.read(MAX_INPUT_BYTES))
+        addresses, timeout, run = read_request(sys.stdin.read(MAX_INPUT_BYTES))
     except ValueError as error:
         sys.exit(f"The request on stdin cannot be used: {_line(error)}.")
     results = [ProbeResult(address=address) for address in addresses]
@@ -313,7 +366,7 @@ def main() -> None:
     watchdog.daemon = True
     watchdog.start()
     try:
-        trio.run(probe_all, results, timeout)
+        trio.run(probe_all, results, timeout, run)
     except trio.TrioInternalError as error:  # a background task of the library died and took the loop with it
         for result in results:
             if not result.ok and result.error is None:

@@ -433,14 +433,19 @@ class FetchTime:
 
 @dataclass(frozen=True)
 class Time:
-    """Answer: ``sent`` as it was, and the answering peer's swarm time when the question came and when this left."""
+    """Answer: ``sent`` as it was, and the answering peer's swarm time when the question came and when this left.
+
+    ``correction`` is its swarm time minus its machine's clock: whose machine is wrong shows only there, since swarm
+    times agree. Nothing is corrected by it.
+    """
 
     sent: float
     received: float
     answered: float
+    correction: float = 0.0
 
     def __post_init__(self) -> None:
-        for value in (self.sent, self.received, self.answered):
+        for value in (self.sent, self.received, self.answered, self.correction):
             _check_time(value)
 
 

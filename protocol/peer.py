@@ -33,8 +33,10 @@ from stretto.protocol.codecs import Codec
 from stretto.protocol.config import RunConfig
 from stretto.protocol.digest import payload_digest
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
+from stretto.protocol.replay import check_records
 from stretto.protocol.rounds import Round, rendezvous_order
 from stretto.protocol.schedule import Clock, follows, fragment_of
+from stretto.protocol.snapshot import check_manifest
 from stretto.protocol.streaming import Contribution, Reduced, StreamingDiLoCo
 
 NORM_SLACK = 1.5
@@ -502,12 +504,15 @@ class Peer:
 
     # ------------------------------------------------------------------ repair
 
-    def adopt(self, state: m.State, reduced: Reduced) -> bool:
+    def adopt(self, state: m.State, reduced: Reduced, *, go_on: bool = False) -> bool:
         """Take over a downloaded state, sealed by whoever downloaded it. False if it is no better than this peer's.
 
-        RemoteProtocolError if digest, record, signature or tip do not fit each other.
+        With ``go_on`` the fragment stays in repair, for what was committed meanwhile. RemoteProtocolError if digest,
+        record, signature or tip do not fit each other.
         """
-        origin = self.repairing.pop(state.fragment, None)
+        origin = self.repairing.get(state.fragment)
+        if not go_on:
+            self.repairing.pop(state.fragment, None)
         mine = self.diloco.fragments[state.fragment]
         signed = state.record
         # An initial state is nothing to take over: whoever has another one waits for the first commit.
@@ -529,6 +534,37 @@ class Peer:
     def repair_failed(self, fragment: int) -> None:
         """The download came to nothing; the next round or the next word from a peer tries again."""
         self.repairing.pop(fragment, None)
+
+    def sound(self, fragment: int, manifest: m.State) -> Tip:
+        """The tip of a state that is offered. RemoteProtocolError if what is said of it cannot be true."""
+        tip = check_manifest(manifest, fragment, self.diloco.fragments[fragment].anchor.size, self.run)
+        assert manifest.record is not None
+        record = manifest.record.record
+        if not self._verify(record.coordinator, record.signed_bytes(), manifest.record.signature):
+            raise RemoteProtocolError("the state that is offered comes with a wrong signature")
+        return tip
+
+    def follow(self, fragment: int, records: Sequence[SignedRecord]) -> None:
+        """RemoteProtocolError unless ``records`` lawfully continue the chain of this fragment."""
+        state = self.diloco.fragments[fragment]
+        check_records(records, state.tip, state.record, run=self.run, verify=self._verify, resigned=self._resigned)
+
+    def replayed(self, signed: SignedRecord, reduced: Reduced) -> bool:
+        """Install a missed commit that was computed anew from its bytes; whether it counts this peer's contribution.
+
+        RemoteProtocolError if the result has other bits than the record says; then nothing has changed.
+        """
+        fragment = signed.record.fragment
+        counted = self.diloco.install(fragment, signed, reduced, me=self.me)
+        self._forget(fragment)
+        self.adopt_clock(signed.record.clock)
+        return counted
+
+    def repaired(self, fragment: int, *, better: bool) -> None:
+        """The repair is over. Without ``better`` whoever asked for it had nothing, and is not asked again for that."""
+        origin = self.repairing.pop(fragment, None)
+        if origin is not None and not better:
+            self._no_better.add((fragment, *origin))
 
     def hear(self, source: bytes, clock: Clock | None, versions: Sequence[int], tokens: Sequence[int]) -> list[Effect]:
         """What another peer says of itself outside rounds: its clock, version and tokens of each fragment's chain.

@@ -15,10 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from stretto.node.swarm import transfer
+from stretto.node.swarm.chainlog import ChainLog
+from stretto.node.swarm.clock import SwarmClock
+from stretto.node.swarm.donor import REQUESTS, Donor, Stream
 from stretto.node.swarm.electors import ElectorWatch
 from stretto.node.swarm.host import Host
 from stretto.node.swarm.identity import format_peer_id
+from stretto.node.swarm.line import Lane, Line
 from stretto.node.swarm.links import Links
+from stretto.node.swarm.repair import Repairer, Word
 from stretto.node.swarm.roster import EXPIRY, Roster, online
 from stretto.node.swarm.runs import answer_run
 from stretto.node.swarm.streams import (
@@ -31,11 +36,12 @@ from stretto.node.swarm.streams import (
     serve,
     write_message,
 )
+from stretto.node.swarm.time_keeper import answer_time
 from stretto.node.swarm.uploads import Uploads
 from stretto.node.sync import Sync
 from stretto.protocol import messages as m
 from stretto.protocol.actions import Aborted, Committed, Outrun, Send
-from stretto.protocol.chain import Member
+from stretto.protocol.chain import Member, SignedRecord
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
 from stretto.protocol.outer import clips
 from stretto.protocol.peer import Effect, FetchFrom, Over, PartWork, Peer, PushAverageTo, PushTo, Repair, Work
@@ -53,9 +59,6 @@ MAX_FAULTS = 100
 GROUP_WAIT = 10.0
 """Seconds for which bytes of a group wait that this peer has not heard of yet: its message may be on the way."""
 
-DEFAULT_UPLINK = 1.25e6
-"""Bytes per second that are announced as long as nothing was measured."""
-
 
 class Exchange:
     """All rounds of one node. ``last_round`` is the first round that does not depart any more, None for no end."""
@@ -67,16 +70,21 @@ class Exchange:
         peer: Peer,
         sync: Sync,
         roster: Roster,
+        line: Line,
         run_config: m.SignedRun,
+        clock: SwarmClock,
         say: Say,
         last_round: int | None,
+        log: ChainLog,
     ) -> None:
         self.host, self.peer, self.sync, self.roster = host, peer, sync, roster
+        self.clock = clock
         self.last_round = last_round
         self._run_config, self._say = run_config, say
         self.traffic = transfer.Traffic()
-        self.links = Links(host.p2p, peer.run, self._lost)
-        self.uploads = Uploads(host.p2p, peer.run, self.traffic, self._fault)
+        self.line = line
+        self.links = Links(host.p2p, peer.run, line, self._lost)
+        self.uploads = Uploads(host.p2p, peer.run, self.traffic, line, self._fault)
         self.faults: dict[bytes, dict[str, int]] = {}
         """Who broke a rule here, which and how often."""
         self.begun: set[int] = set()
@@ -95,11 +103,24 @@ class Exchange:
         self._tasks: set[asyncio.Task[None]] = set()
         self._lost_at: dict[bytes, float] = {}
         self._electors = ElectorWatch(peer.config.group.absence)
+        self._log = log
+        self._donor = Donor(peer, log, self.traffic, self._in_thread)
+        self._repairer = Repairer(
+            p2p=host.p2p,
+            peer=peer,
+            lock=sync.outer_lock,
+            log=log,
+            words=self._words,
+            say=say,
+            settled=self._settled.set,
+            traffic=self.traffic,
+            line=line,
+            swarm_time=self.now,
+        )
 
-    @staticmethod
-    def now() -> float:
+    def now(self) -> float:
         """Swarm time in seconds."""
-        return time.time()
+        return self.clock.now()
 
     # ------------------------------------------------------------------ life
 
@@ -120,6 +141,8 @@ class Exchange:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._repairer.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._log.close)
 
     def set_clock(self, clock: Clock) -> None:
         """The run has a clock (founded here, or learnt from the roster)."""
@@ -133,11 +156,12 @@ class Exchange:
         return self._lost_at.get(peer, 0.0) > renewed
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(self._guarded(work))
+        task = asyncio.get_running_loop().create_task(self.guarded(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guarded(self, work: Awaitable[None]) -> None:
+    async def guarded(self, work: Awaitable[None]) -> None:
+        """Run a background task; a fault in it ends the node, in words."""
         try:
             await work
         except asyncio.CancelledError:
@@ -205,14 +229,10 @@ class Exchange:
                 contribution,
                 rate=rate,
                 patience=self.sync.estimate.patience,
-                uplink=self.uplink() if self.peer.can_coordinate else 0.0,
+                uplink=self.line.uplink if self.peer.can_coordinate else 0.0,
                 now=self.now(),
             )
         self._perform(effects)
-
-    def uplink(self) -> float:
-        """Bytes per second that this node can send, as far as it knows."""
-        return DEFAULT_UPLINK
 
     # ------------------------------------------------------------------ effects
 
@@ -250,7 +270,9 @@ class Exchange:
         request = m.Fetch(fragment_of(effect.round, self.peer.fragments), effect.round, effect.payload)
         try:
             nbytes = self.peer.fetch_size(effect)
-            data = await transfer.fetch(self.host.p2p, self.peer.run, effect.source, request, nbytes, self.traffic)
+            data = await transfer.fetch(
+                self.host.p2p, self.peer.run, effect.source, request, nbytes, self.traffic, self.line
+            )
             await self._in_thread(self.peer.check_fetched, effect, data)
         except (*BROKEN, RemoteProtocolError):
             with self.sync.outer_lock:
@@ -261,31 +283,21 @@ class Exchange:
         self._perform(effects)
 
     async def _repair(self, effect: Repair) -> None:
-        self._say({"event": "repair", "fragment": effect.fragment, "why": effect.reason, "state": "begun"})
-        numel = self.peer.diloco.fragments[effect.fragment].anchor.size
-        began = time.monotonic()
-        try:
-            answer, reduced = await transfer.fetch_state(
-                self.host.p2p, self.peer.run, effect.source, effect.fragment, numel, self.traffic
-            )
-            with self.sync.outer_lock:
-                better = self.peer.adopt(answer, reduced)
-        except (*BROKEN, RemoteProtocolError) as error:
-            with self.sync.outer_lock:
-                self.peer.repair_failed(effect.fragment)
-            self._settled.set()
-            why = " ".join(str(error).split()) or type(error).__name__
-            self._say({"event": "repair", "fragment": effect.fragment, "state": "failed", "why": why})
-            return
-        self._settled.set()
-        seconds = time.monotonic() - began
-        state = "done" if better else "not needed"
-        self._say({"event": "repair", "fragment": effect.fragment, "state": state, "seconds": round(seconds, 3)})
+        await self._repairer.repair(effect)
+
+    def _words(self, fragment: int) -> list[Word]:
+        """What the other peers say of their chain of ``fragment``."""
+        return [
+            Word(peer=peer, version=record.versions[fragment], tokens=record.chain_tokens[fragment])
+            for peer, record in self.roster.peers.items()
+            if fragment < len(record.versions) and record.state != "joining" and not self.is_lost(peer)
+        ]
 
     def _round_over(self, over: Over) -> None:
         event: dict[str, Any] = {"event": "round", "round": over.round, "fragment": over.fragment}
         if isinstance(over.outcome, Committed):
             record = over.outcome.signed.record
+            self._log_commit(over.round, over.outcome.signed)
             self.committed.add(over.round)
             self.aborted.pop(over.round, None)
             if over.counted:
@@ -310,6 +322,12 @@ class Exchange:
         self._say(event | {"seconds": round(over.seconds, 3)})
         self.roster.nudge()
 
+    def _log_commit(self, round: int, signed: SignedRecord) -> None:
+        """For those who are behind. If some bytes are not here any more, the log begins anew after this commit."""
+        payloads = self.peer.log(round)
+        if payloads.keys() >= set(signed.record.payloads()):
+            self._log.append(signed.record.fragment, signed, payloads)
+
     def _say_clipped(self, members: Sequence[Member]) -> None:
         factors = clips([member.norm for member in members], len(members))
         for member, factor in zip(members, factors, strict=True):
@@ -328,9 +346,10 @@ class Exchange:
 
     async def _on_control(self, sender: bytes, reader: Reader, _: Writer) -> None:
         kinds = (m.Join, m.Group, m.Redirect, m.Behind, m.Have, m.Commit, m.Abort, m.Ask, m.Plan, m.Averaged)
+        lane = self.line.to(sender)
         try:
             while True:
-                message: Any = await read_message(reader, *kinds, timeout=None)
+                message: Any = await read_message(reader, *kinds, timeout=None, lane=lane)
                 self._lost_at.pop(sender, None)
                 with self.sync.outer_lock:
                     effects = self.peer.received(sender, message, self.now())
@@ -339,35 +358,41 @@ class Exchange:
             self._fault(sender, error)
 
     async def _on_bulk(self, sender: bytes, reader: Reader, writer: Writer) -> None:
+        lane = self.line.to(sender)
         try:
-            request: Any = await read_message(reader, m.Push, m.Average, m.Fetch, m.FetchState, m.FetchRun)
+            kinds = (m.Push, m.Average, m.Fetch, m.FetchTime, m.FetchRun, *REQUESTS)
+            request: Any = await read_message(reader, *kinds, lane=lane)
             while isinstance(request, (m.Push, m.Average)):
-                await self._take(sender, request, reader, writer)
-                request = await read_message(reader, m.Push, m.Average)
+                await self._take(sender, request, reader, writer, lane)
+                request = await read_message(reader, m.Push, m.Average, lane=lane)
             if isinstance(request, m.Fetch):
-                await transfer.answer_fetch(self.peer, request, reader, writer, self.traffic)
-            elif isinstance(request, m.FetchState):
-                await transfer.answer_fetch_state(self.peer, request, reader, writer, self.traffic)
+                await transfer.answer_fetch(self.peer, request, reader, writer, self.traffic, lane)
+            elif isinstance(request, REQUESTS):
+                await self._donor.serve(sender, request, Stream(reader, writer, lane))
+            elif isinstance(request, m.FetchTime):
+                await answer_time(self.clock, request, reader, writer)
             else:
                 await answer_run(self._run_config, reader, writer)
         except RemoteProtocolError as error:
             self._fault(sender, error)
 
-    async def _take(self, sender: bytes, header: m.Push | m.Average, reader: Reader, writer: Writer) -> None:
+    async def _take(
+        self, sender: bytes, header: m.Push | m.Average, reader: Reader, writer: Writer, lane: Lane
+    ) -> None:
         """Bytes of a round that ``sender`` offers."""
         end = time.monotonic() + GROUP_WAIT
         while self.peer.early(header) and time.monotonic() < end:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._moved.wait(), 1.0)
         unwanted = self.peer.wants(sender, header)
-        data = await transfer.take_upload(unwanted, header, reader, writer, self.traffic)
+        data = await transfer.take_upload(unwanted, header, reader, writer, self.traffic, lane)
         if data is None:
             return
         await self._in_thread(self.peer.check, sender, header, data)
         with self.sync.outer_lock:
             effects = self.peer.payload_arrived(sender, header, data, self.now())
         self._perform(effects)
-        await write_message(writer, m.Done())
+        await write_message(writer, m.Done(), lane=lane)
 
     def _fault(self, sender: bytes, error: RemoteProtocolError) -> None:
         """Record who broke which rule; numbers in the reason are left out, so that the record stays small."""

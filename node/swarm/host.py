@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import stat
 import tempfile
 from collections.abc import Callable, Sequence
@@ -122,6 +123,8 @@ class Host:
         if name == self.identity.peer_id:
             raise HostError(f"{address} is this peer itself")
         peer = PeerID.from_base58(name)
+        if address in self._why:
+            await self._knock(address)
         try:
             place = [Multiaddr(address.rsplit("/p2p/", 1)[0])]
             await asyncio.wait_for(self.p2p._client.connect(peer, place), self.config.dial_timeout)
@@ -132,6 +135,34 @@ class Host:
             raise HostError(f"{address}: {self._reason(address, error)}") from None
         if pong is None:
             raise HostError(f"{address}: connected, but its DHT does not answer")
+        self._why.pop(address, None)
+
+    async def _knock(self, address: str) -> None:
+        """HostError unless a TCP port that could not be dialled last time accepts a connection now.
+
+        After each failed dial the daemon refuses to try again for a time that grows to minutes; asked only when
+        somebody listens, it connects at once after an outage of any length.
+        """
+        family, host, kind, port = address.split("/")[1:5]
+        if kind != "tcp":
+            return
+        versions = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
+        opening = asyncio.open_connection(host, int(port), family=versions.get(family, socket.AF_UNSPEC))
+        try:
+            _, writer = await asyncio.wait_for(opening, self.config.dial_timeout)
+        except asyncio.TimeoutError:
+            raise HostError(f"{address}: no answer in {self.config.dial_timeout:.0f} s") from None
+        except OSError as error:
+            why = os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)
+            raise HostError(f"{address}: {why}") from None
+        writer.close()
+
+    async def connected(self) -> list[bytes]:
+        """Ids of the peers that the daemon is connected to, whoever dialled; empty if it does not say."""
+        with contextlib.suppress(ControlFailure, P2PDaemonError, OSError, asyncio.TimeoutError):
+            found = await asyncio.wait_for(self.p2p.list_peers(), self.config.dial_timeout)
+            return [info.peer_id.to_bytes() for info in found]
+        return []
 
     def _reason(self, address: str, error: Exception) -> str:
         """What failed; while the daemon holds off ("dial backoff") that is what failed before."""
@@ -164,25 +195,32 @@ class Host:
 
 
 async def dial_any(
-    host: Host, addresses: Sequence[str], *, say: Callable[[str], None], stop: asyncio.Event, patience: float | None
-) -> int:
-    """Dial bootstrap peers until at least one answers; returns how many did.
+    host: Host,
+    addresses: Sequence[str],
+    *,
+    say: Callable[[str], None],
+    stop: asyncio.Event,
+    patience: float | None,
+    remembered: Sequence[str] = (),
+) -> list[str]:
+    """Dial bootstrap peers, and peers that this node met before, until at least one answers; returns those that did.
 
     Retries with back-off, saying each time what failed and when it tries again. After ``patience`` seconds (None: for
-    ever) it gives up with HostError. Returns 0 when ``stop`` is set meanwhile.
+    ever) it gives up with HostError. Returns nothing when ``stop`` is set meanwhile.
     """
     loop = asyncio.get_running_loop()
     began, pause = loop.time(), 2.0
     while not stop.is_set():
-        results = await asyncio.gather(*(host.dial(address) for address in addresses), return_exceptions=True)
-        errors = [result for result in results if isinstance(result, HostError)]
-        unexpected = [r for r in results if isinstance(r, BaseException) and not isinstance(r, HostError)]
-        if unexpected:
-            raise unexpected[0]
-        reached = len(addresses) - len(errors)
+        reached, errors = await dial_all(host, [*addresses, *remembered])
+        failed = [errors[address] for address in addresses if address in errors]
+        why = f"{len(addresses) - len(failed)} of {len(addresses)} bootstrap peers reachable ({'; '.join(failed)})"
+        if remembered:
+            met = sum(address in reached for address in remembered)
+            why += f", {met} of {len(remembered)} addresses of peers met earlier"
         if reached:
+            if failed:
+                say(why)
             return reached
-        why = f"0 of {len(addresses)} bootstrap peers reachable ({'; '.join(str(error) for error in errors)})"
         if patience is not None and loop.time() - began + pause > patience:
             raise HostError(
                 f"dialling the bootstrap: {why}. Check that the bootstrap runs and that the invite is current; "
@@ -192,7 +230,22 @@ async def dial_any(
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(stop.wait(), pause)
         pause = min(60.0, pause * 1.6)
-    return 0
+    return []
+
+
+async def dial_all(host: Host, addresses: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Dial all ``addresses`` at once. Those that answered, in their order, and what went wrong with each other one."""
+    results = await asyncio.gather(*(host.dial(address) for address in addresses), return_exceptions=True)
+    reached: list[str] = []
+    errors: dict[str, str] = {}
+    for address, result in zip(addresses, results, strict=True):
+        if isinstance(result, HostError):
+            errors[address] = str(result)
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            reached.append(address)
+    return reached, errors
 
 
 def _reason(error: Exception) -> str:

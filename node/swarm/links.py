@@ -2,6 +2,8 @@
 
 Sending never waits: a message is queued, and a task per peer opens the stream when there is something to say. The
 other side only reads; so the end of its half says at once that it is gone, which is reported through ``on_lost``.
+
+These messages pass the bulk data: they wait for no window and no cap of the ``Line``, which only counts them.
 """
 
 import asyncio
@@ -10,6 +12,7 @@ from typing import Any
 
 from hivemind.p2p import P2P
 
+from stretto.node.swarm.line import Line
 from stretto.node.swarm.streams import BROKEN, control_name, open_stream, write_message
 from stretto.protocol import messages as m
 
@@ -20,8 +23,8 @@ QUEUE = 256
 class Links:
     """Outgoing control streams of one peer. Use from the event loop."""
 
-    def __init__(self, p2p: P2P, run: bytes, on_lost: Callable[[bytes], None]) -> None:
-        self._p2p, self._name, self._on_lost = p2p, control_name(run), on_lost
+    def __init__(self, p2p: P2P, run: bytes, line: Line, on_lost: Callable[[bytes], None]) -> None:
+        self._p2p, self._name, self._line, self._on_lost = p2p, control_name(run), line, on_lost
         self._queues: dict[bytes, asyncio.Queue[m.Message]] = {}
         self._tasks: dict[bytes, asyncio.Task[None]] = {}
         self.bytes_up = 0
@@ -44,7 +47,7 @@ class Links:
             async with open_stream(self._p2p, peer, self._name) as (reader, writer):
                 ended = asyncio.ensure_future(reader.read(1))
                 try:
-                    await self._write(queue, writer, ended)
+                    await self._write(peer, queue, writer, ended)
                 finally:
                     ended.cancel()
         except BROKEN:
@@ -55,8 +58,13 @@ class Links:
         self._on_lost(peer)
 
     async def _write(
-        self, queue: "asyncio.Queue[m.Message]", writer: asyncio.StreamWriter, ended: "asyncio.Future[bytes]"
+        self,
+        peer: bytes,
+        queue: "asyncio.Queue[m.Message]",
+        writer: asyncio.StreamWriter,
+        ended: "asyncio.Future[bytes]",
     ) -> None:
+        lane = self._line.to(peer)
         while True:
             waiting = asyncio.ensure_future(queue.get())
             both: set[asyncio.Future[Any]] = {waiting, ended}
@@ -66,7 +74,7 @@ class Links:
                 return
             message = waiting.result()
             self.bytes_up += 4 + len(m.encode(message))
-            await write_message(writer, message)
+            await write_message(writer, message, lane=lane)
 
     async def close(self) -> None:
         """Send what is queued, within a second, and close all streams."""

@@ -8,15 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.node.swarm.exchange import Exchange
-from stretto.node.swarm.host import Host, HostError
+from stretto.node.swarm.host import Host, dial_all
+from stretto.node.swarm.isolation import Isolation
+from stretto.node.swarm.known_peers import KnownPeers
 from stretto.node.swarm.roster import EXPIRY, Roster
+from stretto.node.swarm.time_keeper import TimeKeeper
 from stretto.protocol.digest import digest
 from stretto.protocol.peer import Peer
 from stretto.protocol.roster import PeerRecord
 from stretto.protocol.schedule import first_clock
 
-REDIAL = 30.0
-"""Seconds between two rounds of dialling the bootstrap peers; it also merges a DHT that was split."""
+UNANSWERED = 10.0
+"""Seconds in which nobody in the run accepted connections before people are told."""
 
 LINGER = 15.0
 """Seconds that a finished peer stays to serve those who still fetch."""
@@ -43,22 +46,39 @@ class Member:
     roster: Roster
     progress: Progress
     bootstraps: Sequence[str]
+    known: KnownPeers
+    time: TimeKeeper
     say: Callable[[dict[str, Any]], None]
     tell: Callable[[str], None]
     waiting_for: str = ""
     """What ``await_start`` or ``linger`` waits for, in words."""
+    isolation: Isolation = field(default_factory=Isolation)
+    _deaf_since: float | None = None
+    """Since when nobody in the run accepts connections, steady time."""
+    _deaf_told: float = 0.0
+    _dialled: str = ""
+    """What the last dialling came to, in words."""
     _tasks: list["asyncio.Task[None]"] = field(default_factory=list)
 
     async def enter(self) -> None:
         """Begin to answer peers and to keep the roster."""
+        self.time.trainers = lambda: list(self.roster.peers)
+        self.time.say = self.say
         await self.exchange.start()
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(work) for work in (self.roster.keep(), self._redial(), self._watch_twin())]
+        work = (self.roster.keep(), self._keep_time(), self._stay_connected(), self._watch_twin())
+        self._tasks = [loop.create_task(self.exchange.guarded(part)) for part in work]
+
+    async def _keep_time(self) -> None:
+        await self.roster.first_read.wait()
+        await self.time.keep()
 
     async def await_start(self, *, new_run: bool, start_peers: int) -> None:
         """Until the run has a clock and this peer has the state of the peers that are ahead."""
         told = ""
         targets: dict[int, int] = {}
+        self.waiting_for = "measuring this machine's clock against the other peers"
+        await self.time.settled.wait()
         while True:
             self.roster.nudge()
             peers = dict(self.roster.peers)
@@ -161,14 +181,71 @@ class Member:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.exchange.close()
 
-    async def _redial(self) -> None:
+    # ------------------------------------------------------------------ staying in touch
+
+    @property
+    def isolated(self) -> float:
+        """Seconds for which nobody has been in sight although there were peers, 0 if this node is not isolated."""
+        return self.isolation.seconds(time.monotonic())
+
+    async def _stay_connected(self) -> None:
+        """Remember who is there; dial bootstrap and remembered peers, often when nobody is; say what is wrong."""
         while True:
-            await asyncio.sleep(REDIAL)
-            for address in self.bootstraps:
-                with contextlib.suppress(HostError):
-                    await self.host.dial(address)
-            if not self.roster.peers:
-                self.tell("no other peer is in sight; dialling the bootstrap peers again")
+            await asyncio.sleep(1.0)
+            now = time.monotonic()
+            self.known.meet(self.roster.peers)
+            self._look_for_peers(now)
+            self._look_for_listeners(now)
+            if self.isolation.dial_due(now):
+                await self._dial()
+
+    def _look_for_peers(self, now: float) -> None:
+        here = [
+            peer
+            for peer, record in self.roster.peers.items()
+            if record.state != "leaving" and not self.exchange.is_lost(peer)
+        ]
+        alone = self.isolation.seconds(now)
+        self.isolation.look(now, len(here))
+        if here and alone:
+            self.tell(f"{len(here)} other peer(s) in sight again after {alone:.0f} s")
+            self.say({"event": "isolated", "seconds": round(alone, 1), "over": True})
+        elif self.isolation.warning_due(now):
+            alone = self.isolation.seconds(now)
+            known = len(self.known.addresses())
+            self.tell(
+                f"WARNING no peers for {alone:.0f} s, dialling {len(self.bootstraps)} bootstrap address(es) and "
+                f"{known} of peers met before{self._dialled}"
+            )
+            self.say({"event": "isolated", "seconds": round(alone, 1), "over": False})
+
+    def _look_for_listeners(self, now: float) -> None:
+        """Without a single peer that accepts connections no round can have a coordinator."""
+        listening = self.exchange.peer.can_coordinate or not all(r.client_mode for r in self.roster.peers.values())
+        waiting = not self.roster.peers and self.progress.state != "training"
+        if listening or waiting:
+            self._deaf_since, self._deaf_told = None, 0.0
+            return
+        if self._deaf_since is None:
+            self._deaf_since = now
+        deaf = now - self._deaf_since
+        if deaf < max(UNANSWERED, 2 * self._deaf_told):
+            return
+        self._deaf_told = deaf
+        self.tell(
+            f"WARNING no peer in this run accepts connections: all {1 + len(self.roster.peers)}, this one included, "
+            "are in client mode, so no round can take place. One node must be reachable: start it without "
+            "--client-mode, and forward its port if it is behind a router"
+        )
+        self.say({"event": "fault", "what": "no peer in this run accepts connections"})
+
+    async def _dial(self) -> None:
+        addresses = [*self.bootstraps, *self.known.addresses(besides=list(self.roster.peers))]
+        reached, errors = await dial_all(self.host, list(dict.fromkeys(addresses)))
+        first = next(iter(errors.values()), "")
+        self._dialled = f" (last time {len(reached)} of {len(addresses)} answered{'; ' * bool(first)}{first})"
+        if reached and not self.roster.peers:
+            self.roster.nudge()
 
     async def _watch_twin(self) -> None:
         """A second process with this peer's key elsewhere disturbs both; nothing else would notice."""

@@ -6,7 +6,7 @@ expiry. So nobody overwrites, wipes, replays with another expiry, or floods what
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from hivemind.dht.node import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
@@ -30,17 +30,17 @@ def _key_id(key: str) -> bytes:
 
 
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
-    """Validator and signer for the records under ``keys``."""
+    """Validator and signer for the records under ``keys``. ``now`` is the DHT's time."""
 
-    def __init__(self, identity: Identity, keys: Iterable[str]) -> None:
-        self._identity = identity
+    def __init__(self, identity: Identity, keys: Iterable[str], now: Callable[[], float] = time.time) -> None:
+        self._identity, self._now = identity, now
         self._keys = {_key_id(key) for key in keys}
 
     def validate(self, record: DHTRecord) -> bool:
         """Whether ``record`` may be stored or believed."""
         if record.key not in self._keys or not SIGNATURE_BYTES < len(record.value) <= MAX_RECORD + SIGNATURE_BYTES:
             return False
-        if record.expiration_time > time.time() + MAX_TTL:
+        if record.expiration_time > self._now() + MAX_TTL:
             return False
         peer = _peer_of(record.subkey)
         if peer is None:

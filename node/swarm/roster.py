@@ -31,10 +31,15 @@ DHT_TIMEOUT = 10.0
 
 
 class Roster:
-    """The other peers' records, as of the last reading. ``own`` makes this peer's record, None if it has none."""
+    """The other peers' records, as of the last reading.
 
-    def __init__(self, host: Host, run: bytes, own: Callable[[], PeerRecord | None]) -> None:
-        self._host, self._key, self._own = host, roster_key(run), own
+    ``own`` makes this peer's record, None if it has none; ``now`` is the DHT's time.
+    """
+
+    def __init__(
+        self, host: Host, run: bytes, own: Callable[[], PeerRecord | None], now: Callable[[], float] = time.time
+    ) -> None:
+        self._host, self._key, self._own, self._now = host, roster_key(run), own, now
         self.peers: dict[bytes, PeerRecord] = {}
         self.expires: dict[bytes, float] = {}
         """When each record ends, in the DHT's time: its renewal plus its lifetime."""
@@ -43,6 +48,7 @@ class Roster:
         """Addresses in a record that carries this peer's id but was not stored here."""
         self._born = time.monotonic()
         self.changed = asyncio.Event()
+        self.first_read = asyncio.Event()
         self._connected: dict[bytes, float] = {}
         self._nudged = asyncio.Event()
 
@@ -70,7 +76,7 @@ class Roster:
         store = self._host.node.store(
             self._key,
             wire.encode(record),
-            time.time() + EXPIRY,
+            self._now() + EXPIRY,
             subkey=self._host.identity.peer_id_bytes,
         )
         try:
@@ -84,6 +90,7 @@ class Roster:
             found = await asyncio.wait_for(self._host.node.get(self._key, latest=True), DHT_TIMEOUT)
         except asyncio.TimeoutError:
             logger.warning("the DHT did not answer within %.0f s; using the roster of before", DHT_TIMEOUT)
+            self._drop_expired()
             return self.peers
         peers: dict[bytes, PeerRecord] = {}
         expires: dict[bytes, float] = {}
@@ -98,8 +105,15 @@ class Roster:
         self._notice_twin(peers.pop(self._host.identity.peer_id_bytes, None))
         self.peers, self.expires, self.read_at = peers, expires, time.monotonic()
         self.changed.set()
+        self.first_read.set()
         await self._connect_new()
         return peers
+
+    def _drop_expired(self) -> None:
+        """Nobody is taken for present because the DHT is silent."""
+        now = self._now()
+        self.peers = {peer: record for peer, record in self.peers.items() if self.expires.get(peer, now) > now}
+        self.changed.set()
 
     def _notice_twin(self, record: PeerRecord | None) -> None:
         """A record of this peer with other addresses: a second process uses its key. A restart does not count."""

@@ -1,6 +1,7 @@
 """The signed run config: published by the operator's bootstrap peer, fetched and checked by everyone who joins."""
 
 import asyncio
+from collections.abc import Sequence
 
 from stretto.node.swarm.host import Host, HostError
 from stretto.node.swarm.identity import Identity, verify
@@ -28,10 +29,13 @@ def check_run(signed: m.SignedRun, invite: Invite) -> RunConfig:
     return RunConfig.from_canonical(signed.config)
 
 
-async def fetch_run(host: Host, invite: Invite) -> m.SignedRun:
-    """The signed run config from whichever bootstrap peer answers first with a good one. HostError if none does."""
+async def fetch_run(host: Host, invite: Invite, reached: Sequence[str] = ()) -> m.SignedRun:
+    """The signed run config from whichever peer has a good one: those at ``reached``, then the bootstrap peers.
+
+    HostError if none has.
+    """
     faults: list[str] = []
-    for address in invite.addresses:
+    for address in dict.fromkeys([*reached, *invite.addresses]):
         peer = address.rsplit("/p2p/", 1)[1]
         try:
             signed = await _fetch(host, peer, invite.run)

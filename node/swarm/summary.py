@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stretto.node.swarm.clock import SwarmClock
+from stretto.node.swarm.dht_time import set_dht_time
 from stretto.node.swarm.host import Host, HostConfig, dial_any, socket_dir
 from stretto.node.swarm.identity import format_peer_id, load_or_create
 from stretto.node.swarm.records import SignedRecords, roster_key
 from stretto.node.swarm.roster import Roster, online
 from stretto.node.swarm.runs import check_run, fetch_run
+from stretto.node.swarm.time_keeper import TimeKeeper
 from stretto.protocol.config import RunConfig
 from stretto.protocol.invite import Invite
 from stretto.protocol.roster import PeerRecord
@@ -63,11 +66,15 @@ async def look(invite: Invite, *, timeout: float, say: Callable[[str], None]) ->
         place = Path(folder)
         identity = load_or_create(place / "identity.key")
         config = HostConfig(host="127.0.0.1", port=0, announce=(), socket_dir=socket_dir(place), dial_timeout=timeout)
-        host = await Host.start(identity, config, SignedRecords(identity, [roster_key(invite.run)]))
+        clock = SwarmClock()
+        set_dht_time(clock.now)
+        host = await Host.start(identity, config, SignedRecords(identity, [roster_key(invite.run)], clock.now))
         try:
             await dial_any(host, invite.addresses, say=say, stop=asyncio.Event(), patience=timeout)
+            # A stranger with a wrong clock would take every record of the DHT for expired.
+            await TimeKeeper(host=host, run=invite.run, clock=clock, tell=say).arrive()
             run = check_run(await fetch_run(host, invite), invite)
-            peers = await Roster(host, invite.run, lambda: None).read()
+            peers = await Roster(host, invite.run, lambda: None, clock.now).read()
             return summarize(run, invite.run, peers)
         finally:
             await host.close()

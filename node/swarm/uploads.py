@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from hivemind.p2p import P2P
 
 from stretto.node.swarm import transfer
+from stretto.node.swarm.line import Line
 from stretto.node.swarm.streams import BROKEN, bulk_name, open_stream
 from stretto.protocol import messages as m
 from stretto.protocol.errors import RemoteProtocolError
@@ -25,9 +26,15 @@ class Uploads:
     """Outgoing bulk streams of one peer. Use from the event loop."""
 
     def __init__(
-        self, p2p: P2P, run: bytes, traffic: transfer.Traffic, on_fault: Callable[[bytes, RemoteProtocolError], None]
+        self,
+        p2p: P2P,
+        run: bytes,
+        traffic: transfer.Traffic,
+        line: Line,
+        on_fault: Callable[[bytes, RemoteProtocolError], None],
     ) -> None:
         self._p2p, self._name, self._traffic, self._on_fault = p2p, bulk_name(run), traffic, on_fault
+        self._line = line
         self._queues: dict[bytes, asyncio.Queue[Item]] = {}
         self._tasks: dict[bytes, asyncio.Task[None]] = {}
 
@@ -50,7 +57,7 @@ class Uploads:
                         while True:
                             if item is None:
                                 item = await asyncio.wait_for(queue.get(), IDLE)
-                            await transfer.upload(reader, writer, *item, self._traffic)
+                            await transfer.upload(reader, writer, *item, self._traffic, self._line.to(peer))
                             item, failures = None, 0
                 except BROKEN:  # a time-out of the queue too
                     if item is None and queue.empty():

@@ -1,13 +1,18 @@
 """A real bootstrap peer and a real node's host in this process, with their daemons, over loopback."""
 
+import functools
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stretto.bootstrap.server import Bootstrap, BootstrapConfig
+from stretto.node.doctor import run_doctor
+from stretto.node.swarm.clock import SwarmClock
 from stretto.node.swarm.host import Host, HostConfig, HostError
 from stretto.node.swarm.identity import load_or_create
 from stretto.node.swarm.records import SignedRecords, roster_key
@@ -15,6 +20,7 @@ from stretto.node.swarm.roster import Roster
 from stretto.node.swarm.runs import check_run, fetch_run, sign_run
 from stretto.node.swarm.streams import bulk_name, open_stream, read_message, write_message
 from stretto.node.swarm.thread import NetworkThread
+from stretto.node.swarm.time_keeper import TimeKeeper, ask_time
 from stretto.protocol import messages as m
 from stretto.protocol.config import RunConfig
 from stretto.protocol.errors import ConfigError, RemoteProtocolError
@@ -120,6 +126,55 @@ def test_other_requests_are_answered_with_what_it_has(scene: Scene) -> None:
             return await read_message(reader)
 
     assert scene.thread.call(ask()) == m.Missing("a bootstrap peer holds the run config only")
+
+
+def test_its_time_sets_the_clock_of_who_arrives(scene: Scene) -> None:
+    clock = SwarmClock(wall=lambda: time.time() - 3600.0)
+    told: list[str] = []
+    events: list[dict[str, Any]] = []
+
+    async def take() -> None:
+        keeper = TimeKeeper(host=scene.host, run=RUN.digest(), clock=clock, tell=told.append)
+        keeper.say = events.append
+        await keeper.arrive()
+        assert not clock.settled
+        await keeper.settle()
+        assert clock.settled
+
+    scene.thread.call(take())
+    assert abs(clock.now() - scene.bootstrap.clock.now()) < 0.1
+    assert clock.correction == pytest.approx(3600.0, abs=0.1)
+    assert told == [
+        "this machine's clock is 3600.0 s off the swarm's, which is used from now on",
+        "WARNING your clock is 3600.0 s behind 1 of 1 peers; Stretto corrects for it, other programs do not: "
+        "turn on time synchronization (NTP) on this machine",
+    ]
+    (event,) = events
+    assert event["offset"] == pytest.approx(-3600.0, abs=0.1)
+    assert (event["agreeing"], event["asked"], event["majority"]) == (1, 1, True)
+
+
+def test_who_has_not_settled_tells_no_time(scene: Scene) -> None:
+    bootstrap, clock = scene.bootstrap.host.identity.peer_id_bytes, SwarmClock()
+    ask = functools.partial(ask_time, scene.host.p2p, RUN.digest(), bootstrap, clock)
+    scene.bootstrap.clock.settled = False
+    try:
+        assert scene.thread.call(ask()) is None
+    finally:
+        scene.bootstrap.clock.settled = True
+    sample = scene.thread.call(ask())
+    assert sample is not None
+    assert abs(sample.offset) <= sample.error + 0.01
+    assert 0 < sample.error < 1
+
+
+def test_the_doctor_compares_the_clocks(scene: Scene, tmp_path: Path) -> None:
+    report = run_doctor(
+        scene.invite.addresses, data_dir=tmp_path, port=None, device="cpu", timeout=20, run=RUN.digest()
+    )
+    clock = report.checks[-1]
+    assert (clock.name, clock.status) == ("clock", "ok"), report
+    assert clock.text.startswith("this machine's clock agrees with 1 of 1 peers (")
 
 
 def test_a_record_stored_at_the_node_is_read_at_the_bootstrap_peer(scene: Scene) -> None:

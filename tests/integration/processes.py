@@ -26,6 +26,14 @@ from stretto.protocol.config import DataConfig, EvalConfig, GroupConfig, InnerCo
 T = TypeVar("T")
 
 MARK = "SWARM_TEST_MARK"
+WRONG_CLOCK = """import os, time
+
+_right = time.time
+_seconds = float(os.environ["SWARM_TEST_CLOCK"])
+time.time = lambda: _right() + _seconds
+"""
+"""Python imports this module at its start, before anything of Stretto or hivemind asks for the time."""
+
 LIMIT = 60.0
 """Seconds after which an awaited event will not come any more, however busy the machine is."""
 
@@ -240,18 +248,33 @@ class Lab:
         until(invite_file.exists, "the invite file", logs=process.tail)
         return process, invite_file.read_text(encoding="utf-8").strip()
 
-    def join(self, invite: str, name: str, *flags: str | Path, folder: Path | None = None) -> Process:
+    def join(
+        self,
+        invite: str,
+        name: str,
+        *flags: str | Path,
+        folder: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> Process:
         """A node on the loopback interface with one thread; ``folder`` is its data dir."""
         place = folder or self.folder / name
         return self.start(
             name, "join", invite, "--data-dir", place, "--host", "127.0.0.1", "--device", "cpu", "--threads", "1",
-            *flags, folder=place,
+            *flags, folder=place, variables=variables,
         )  # fmt: skip
 
     def found(self, invite: str, peers: int, *flags: str | Path) -> list[Process]:
         """``peers`` nodes that begin the run together; the first one founds it."""
         founder = ("--new-run", "--start-peers", str(peers))
         return [self.join(invite, f"node{i}", *flags, *(founder if i == 0 else ())) for i in range(peers)]
+
+    def wrong_clock(self, seconds: float) -> dict[str, str]:
+        """Variables for a process whose wall clock is ``seconds`` ahead; its steady clocks stay right."""
+        place = self.folder / "wrong-clock"
+        place.mkdir(exist_ok=True)
+        (place / "sitecustomize.py").write_text(WRONG_CLOCK, encoding="utf-8")
+        path = os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {"PYTHONPATH": path, "SWARM_TEST_CLOCK": str(seconds)}
 
     def logs(self) -> str:
         """The ends of all logs."""

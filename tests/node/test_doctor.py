@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from stretto.node import doctor
-from stretto.node.doctor import DoctorReport, ProbeError, probe, render, run_doctor
+from stretto.node.doctor import DoctorReport, ProbeError, check_clock, probe, render, run_doctor
 from stretto.node.doctor_machine import (
     Check,
     check_daemon,
@@ -200,6 +200,28 @@ def test_one_reachable_bootstrap_peer_of_two_warns(monkeypatch: pytest.MonkeyPat
     assert [check.status for check in checks] == ["warn", "ok", "warn"]
     assert checks[0].text == "1 of 2 bootstrap peers reachable (no answer)"
     assert checks[1].text == "/a answers in 12.3 ms (p2pd/0.1, sees this machine as /ip4/9.9.9.9/tcp/5)"
+
+
+def timed(offset: float | None, correction: float = 0.0, name: str = "12D3KooWa") -> dict[str, Any]:
+    told = offset is not None
+    return answer("/a", ok=True, peer_id=name, time_offset=offset, time_error=0.01 if told else None) | {
+        "time_correction": correction if told else None
+    }
+
+
+def test_the_clock_is_compared_with_the_peers_clocks() -> None:
+    assert check_clock([timed(0.25)]).text == "this machine's clock agrees with 1 of 1 peers (-0.250 s)"
+    ahead = check_clock([timed(-10.0), timed(-10.0, name="12D3KooWb")])
+    assert ahead.status == "warn"
+    assert ahead.text.startswith("your clock is 10.0 s ahead of 2 of 2 peers; Stretto corrects for it")
+    # Its swarm time is right, since it corrects its own clock, which is as wrong as this machine's is right.
+    corrected = check_clock([timed(0.0), timed(0.0, 25.0, "12D3KooWb"), timed(0.0, 0.0, "12D3KooWc")])
+    assert corrected.status == "warn"
+    assert corrected.text.startswith("the clocks of 1 of 3 peers (12D3KooWb"[:28])
+    assert "25.0 s (behind)" in corrected.text
+    silent = check_clock([timed(None)])
+    assert (silent.status, silent.name) == ("warn", "clock")
+    assert "could not be compared" in silent.text
 
 
 def test_a_probe_that_fails_is_a_failed_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

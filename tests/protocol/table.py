@@ -8,7 +8,7 @@ hold the same bytes exactly if they hold the same digest.
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from stretto.protocol import messages as m
 from stretto.protocol.actions import (
@@ -239,7 +239,7 @@ def table(*seats: bytes, tip: Tip = GENESIS, rules: Rules = RULES, uplink: float
     return Table(rounds, dict.fromkeys(seats, uplink))
 
 
-def is_message(action: Action, *kinds: type) -> bool:
+def is_message(action: Action, *kinds: type) -> TypeGuard[Send]:
     """Whether ``action`` sends a message of one of these kinds."""
     return isinstance(action, Send) and isinstance(action.message, kinds)
 

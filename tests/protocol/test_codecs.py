@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.protocol.codecs import CODECS, Codec, Floats, get_codec
@@ -382,6 +382,7 @@ WHOLE = {name: codec.encode(CUT) for name, codec in CODECS.items()}
 
 
 @every_codec
+@settings(deadline=None)
 @given(data=st.data())
 def test_a_cut_is_what_encoding_the_slice_alone_gives(codec: Codec, data: st.DataObject) -> None:
     n = CUT.size

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.protocol import messages as m
@@ -87,6 +87,7 @@ def test_the_largest_group_stays_within_the_bound_of_parts() -> None:
     assert m.decode(m.encode(group)) == group  # and a message holds it
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 3_000_000),
     st.dictionaries(st.sampled_from(MANY[:40]), st.just(0.0) | st.floats(1e-300, 1e12), min_size=1, max_size=40),

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from stretto.protocol import outer
-from stretto.protocol.chain import CommitRecord, Member, SignedRecord, after
+from stretto.protocol.chain import MAX_NORM, CommitRecord, Member, Part, SignedRecord, after
 from stretto.protocol.codecs import CODECS, get_codec
+from stretto.protocol.config import WireConfig
 from stretto.protocol.digest import digest, payload_digest, state_digest
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
 from stretto.protocol.outer import Vector
@@ -340,3 +341,81 @@ def test_encoding_elsewhere_gives_the_same_contribution() -> None:
     local = vectors(3)[3]
     elsewhere = diloco.leave_with(3, lambda anchor: (diloco.codec.encode(anchor - local), outer.norm(anchor - local)))
     assert elsewhere == diloco.leave(3, local.copy(), consume=True)
+
+
+# ---------------------------------------------------------------------- in parts
+
+
+def in_parts(diloco: StreamingDiLoCo, members: list[Member], payloads: dict[bytes, bytes]) -> Reduced:
+    """The step that a group takes which reduces 600 values of fragment 0 in two parts."""
+    averages, found, start = {}, [], 0
+    for stop in (256, 600):
+        cuts = [diloco.codec.cut(payloads[x.payload], 600, start, stop) for x in members]
+        data = diloco.reduce_part(members, cuts, stop - start)
+        assert len(data) == diloco.down.nbytes(stop - start)
+        averages[payload_digest(data)] = data
+        found.append(Part(stop, payload_digest(data)))
+        start = stop
+    return diloco.apply(0, found, averages)
+
+
+def five(codec: str, down: str, *norms: float) -> tuple[StreamingDiLoCo, list[Member], dict[bytes, bytes]]:
+    """A fragment of 600 values and five contributions to it."""
+    random = np.random.default_rng(9)
+    diloco = StreamingDiLoCo(toy_config(codec=codec, down=down), [random.normal(size=600).astype(np.float32)])
+    given = [diloco.codec.encode(np.float32(0.1) * random.normal(size=600).astype(np.float32)) for _ in range(5)]
+    members = [
+        Member(peer, 100 + index, payload_digest(payload), norms[index] if norms else 1.0)
+        for index, (peer, payload) in enumerate(zip(sorted(map(peer_id, range(5))), given, strict=True))
+    ]
+    return diloco, members, {payload_digest(payload): payload for payload in given}
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("norms", [(), (1.0, 1.0, 100.0, 1.0, 1.0)])
+def test_in_parts_the_step_has_the_same_bits_as_from_whole_contributions(codec: str, norms: tuple[float, ...]) -> None:
+    diloco, members, payloads = five(codec, "fp32", *norms)
+    whole, parts = diloco.reduce(0, members, payloads), in_parts(diloco, members, payloads)
+    assert parts.digest == whole.digest
+    assert parts.anchor.tobytes() == whole.anchor.tobytes()
+    assert parts.momentum.tobytes() == whole.momentum.tobytes()
+
+
+@pytest.mark.parametrize(("down", "error"), [("int8", 0.012), ("e3m0", 0.21)])
+def test_in_parts_only_the_average_is_encoded_once_more(down: str, error: float) -> None:
+    diloco, members, payloads = five("fp32", down)
+    # from zero momentum the new momentum is the average
+    exact, got = diloco.reduce(0, members, payloads).momentum, in_parts(diloco, members, payloads).momentum
+    assert 0 < np.linalg.norm(got - exact) <= error * np.linalg.norm(exact)
+
+
+def test_a_slice_or_an_average_that_does_not_decode_is_the_senders_fault() -> None:
+    diloco, members, _ = five("fp32", "int8")
+    with pytest.raises(RemoteProtocolError):
+        diloco.reduce_part(members[:1], [bytes(1020)], 256)
+    short = Part(600, payload_digest(b""))
+    with pytest.raises(RemoteProtocolError):
+        diloco.apply(0, [short], {short.payload: b""})
+
+
+def test_a_contribution_that_is_not_finite_or_far_too_large_does_not_leave() -> None:
+    diloco = make()
+    before = dict(diloco.fragments[1].attempts)
+    for size in (float("inf"), float("nan"), 1.1 * MAX_NORM):
+        with pytest.raises(LocalProtocolError, match="fragment 1: the outer gradient's norm is"):
+            diloco.leave_with(1, lambda anchor, size=size: (bytes(256), size))  # type: ignore[misc]
+    assert diloco.fragments[1].attempts == before
+
+
+def test_with_error_feedback_the_announced_norm_covers_what_is_added() -> None:
+    config = dataclasses.replace(toy_config(), wire=WireConfig(up="e3m0", down="int8", error_feedback=True))
+    diloco, local = StreamingDiLoCo(config, vectors(0)), vectors(1)[1]
+    first = contribute(diloco, 1, local)
+    commit(diloco, 1, {A: first})
+    local = diloco.come_back(1, local)
+    state = diloco.fragments[1]
+    assert state.residual is not None
+    second = contribute(diloco, 1, local)
+    assert second.norm == outer.norm(state.anchor - local) + outer.norm(state.residual)
+    sent = diloco.codec.decode(second.payload, 64)
+    assert outer.norm(sent) <= 1.5 * second.norm
