@@ -12,17 +12,20 @@ coordinator (a machine that slept wakes up with all answers in its sockets).
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 from stretto.protocol import messages as m
-from stretto.protocol.actions import Aborted, Action, Basis, Committed, Outrun, Send
+from stretto.protocol.actions import Aborted, Action, Basis, Committed, Outrun, PushAverage, Send
 from stretto.protocol.chain import CommitRecord, SignedRecord
 from stretto.protocol.reduce import ALL_GATHER, MAX_ATTEMPTS, cut_shares
 from stretto.protocol.schedule import next_clock
 
 LATE_PLANS = 3
 """After so many plans a round whose time is up is given up."""
+
+TOO_LATE = "this peer was away when the round was to be decided"
 
 if TYPE_CHECKING:
     from stretto.protocol.rounds import Round
@@ -36,6 +39,8 @@ class Desk:
         self.close_at = max(now, round.departs) + round.rules.window
         self.joined: dict[bytes, m.Join] = {}
         self.gone: set[bytes] = set(gone)
+        self.silent: set[bytes] = set()
+        """Planned out, and not waited for any more; they may still vote."""
         self.late: set[bytes] = set()
         self.ahead: bytes | None = None
         self.have: dict[bytes, tuple[int, set[bytes]]] = {}
@@ -113,7 +118,7 @@ class Desk:
         self._turn_away_surplus()
         r, needed, count = self.r, self.r.rules.min_group, len(self.joined)
         if r.mine is None or r.me not in self.joined:
-            return self.abort("the coordinator had no contribution of its own")
+            return self._hand_over("the coordinator had no contribution of its own")
         if self.ahead is not None and count < needed:
             return r.finish(Outrun(self.ahead, "others are ahead"))
         if count < needed:
@@ -163,6 +168,7 @@ class Desk:
         if not self.closed or peer not in self.joined or self.r.parts is None:
             return []
         self.votes[peer] = (message.attempt, message.parts)
+        self.silent.discard(peer)
         return self._maybe_decide(now)
 
     def member_lost(self, peer: bytes, now: float) -> list[Action]:
@@ -175,16 +181,24 @@ class Desk:
         if peer not in self.joined or self.deciding is not None:
             return []
         actions = self._maybe_decide(now)
-        if not actions and self.r.parts is not None and self.r.parts.complete() is None:
-            actions = self._replan(now, {peer})
-        return actions
+        if actions or self.r.parts is None:
+            return actions
+        return self._replan(now, {peer}) if self.r.parts.complete() is None else self._pass_on(peer)
+
+    def _pass_on(self, reducer: bytes) -> list[Action]:
+        """All averages are here, but a lost reducer may not have sent its own to everybody: do it in its place."""
+        assert self.r.parts is not None
+        attempt, parts = self.r.parts.attempt, self.r.parts.of(reducer)
+        waiting = sorted(self._living - self._agreeing())
+        return [PushAverage(peer, attempt, part) for peer in waiting for part in parts]
 
     @property
     def _living(self) -> set[bytes]:
-        return set(self.joined) - self.gone
+        return set(self.joined) - self.gone - self.silent
 
     def _quorum(self, peers: Collection[bytes]) -> bool:
-        return self.r.tip.quorum(peers, self.r.resigned)
+        tip = self.r.tip if self.r.tip.electors else replace(self.r.tip, electors=self.r.elders)
+        return tip.quorum(peers, self.r.resigned)
 
     def _silent(self) -> set[bytes]:
         """At half time: reducers that owe an average and have not even said what they hold."""
@@ -194,28 +208,33 @@ class Desk:
         spoken = {peer for peer, (attempt, _) in self.have.items() if attempt == parts.attempt}
         return parts.missing_reducers() - spoken - {self.r.me}
 
-    def _replan(self, now: float, without: set[bytes], slow: Collection[bytes] = ()) -> list[Action]:
-        """Without these peers, and without contributions that a reducer lacks, if that changes anything.
+    def _replan(
+        self, now: float, without: set[bytes], slow: Collection[bytes] = (), *, late: bool = False
+    ) -> list[Action]:
+        """Without these peers, if that changes anything; when it is ``late``, without what reducers lack too.
 
         Who is ``slow`` reduces nothing any more, but counts.
         """
         r, parts = self.r, self.r.parts
         if parts is None or parts.attempt >= MAX_ATTEMPTS or parts.complete() is not None:
             return []
+        if self._too_late(now):
+            return self.abort(TOO_LATE)
         living = self._living - without
         counted = set(living)
         for reducer in parts.missing_reducers() & living:
             attempt, owners = self.have.get(reducer, (-1, set()))
             if reducer == r.me:
                 attempt, owners = parts.attempt, set(parts.held())
-            if attempt == parts.attempt and self.soft_at is None:
+            if attempt == parts.attempt and late:
                 counted &= owners
         able = [peer for peer in living - set(slow) if self.joined[peer].uplink > 0] or [r.me]
         plan = parts.replan(able, counted)
         if plan is None or not self._quorum(plan.counted) or len(plan.counted) < r.rules.min_group:
             return []
         self._restart_clock(now)
-        tell: list[Action] = [Send(peer, plan) for peer in sorted((living | self.late) - {r.me})]
+        self.silent |= without - self.gone
+        tell: list[Action] = [Send(peer, plan) for peer in self.audience]
         return tell + r.on_plan(plan, now)
 
     # ------------------------------------------------------------------ the decision
@@ -230,7 +249,7 @@ class Desk:
             return []
         if self.r.parts is not None:
             agreeing = self._agreeing()
-            return self._decide_parts(agreeing, now) if agreeing >= self._living else []
+            return self._decide_parts(agreeing, now) if agreeing >= self._living else self._correct(agreeing)
         living = self._living
         held = {peer: owners for peer, (_, owners) in self.have.items()}
         if all(held.get(peer, set()) >= living for peer in living):
@@ -243,7 +262,20 @@ class Desk:
         mine = parts.complete() if parts else None
         if parts is None or mine is None:
             return set()
-        return {self.r.me} | {peer for peer, vote in self.votes.items() if vote == (parts.attempt, mine)}
+        agree = {peer for peer, vote in self.votes.items() if vote == (parts.attempt, mine)}
+        return {self.r.me} | (agree & self._living)
+
+    def _correct(self, agreeing: set[bytes]) -> list[Action]:
+        """If a quorum of the others holds the same averages, and not those that are here, get theirs."""
+        parts = self.r.parts
+        if parts is None or not agreeing or self._quorum(agreeing):
+            return []
+        votes = {peer: vote for peer, (attempt, vote) in self.votes.items() if attempt == parts.attempt}
+        for peer in sorted(votes.keys() & self._living):
+            same = {other for other, vote in votes.items() if vote == votes[peer]}
+            if len(same) > 1 and self._quorum(same | {self.r.me}) and len(votes[peer]) == len(parts.reducers):
+                return self.r.correct(peer, votes[peer])
+        return []
 
     def _decide_late(self, now: float) -> list[Action]:
         """Time is up."""
@@ -251,7 +283,7 @@ class Desk:
             agreeing = self._agreeing()
             if not agreeing:
                 slow = self.r.parts.missing_reducers() - {self.r.me}
-                plan = self._replan(now, self._silent(), slow) if self.r.parts.attempt < LATE_PLANS else []
+                plan = self._replan(now, self._silent(), slow, late=True) if self.r.parts.attempt < LATE_PLANS else []
                 return plan or self.abort("not all averages arrived in time")
             return self._decide_parts(agreeing, now)
         mine = self.r.held()
@@ -276,8 +308,8 @@ class Desk:
 
     def _decide(self, basis: Basis, voters: set[bytes], now: float) -> list[Action]:
         counted, needed = {member.peer for member in basis.members}, self.r.rules.min_group
-        if self.expires is not None and now > self.expires:
-            return self.abort("this peer was away when the round was to be decided")
+        if self._too_late(now):
+            return self.abort(TOO_LATE)
         if len(counted) < needed or not counted:
             return self.abort(f"{len(counted)} contributions arrived, {needed} are needed")
         if not (self._quorum(counted) and self._quorum(voters)):
@@ -291,6 +323,8 @@ class Desk:
         state = r.state_of(basis)
         if state is None or basis != self.deciding:
             return []
+        if self._too_late(now):
+            return self.abort(TOO_LATE)
         rates = [self.joined[member.peer].rate for member in basis.members]
         record = CommitRecord(
             run=r.run,
@@ -315,12 +349,24 @@ class Desk:
         replanned = self.r.parts is not None and self.r.parts.attempt > 0
         return 0.0 if replanned else max(0.0, now - self.closed_at)
 
+    def _too_late(self, now: float) -> bool:
+        return self.expires is not None and now > self.expires
+
     def _electors(self, counted: set[bytes]) -> tuple[bytes, ...]:
         """Whoever is counted, and earlier electors that are still seen alive."""
         alive = (set(self.r.candidates) | self.r.expected) & set(self.r.tip.electors)
         # No more than fit into a group, so that the next one has room for a quorum and for newcomers.
         others = sorted(alive - counted)[: max(0, self.r.rules.max_group - len(counted))]
         return tuple(sorted(counted | set(others)))
+
+    def _hand_over(self, reason: str) -> list[Action]:
+        """Without a contribution of its own it cannot coordinate: the next of those who joined does."""
+        following = [peer for peer in self.r.candidates if peer in self.joined]
+        if not following:
+            return self.abort(reason)
+        redirect = m.Redirect(self.r.fragment, self.r.round, following[0])
+        tell: list[Action] = [Send(peer, redirect) for peer in self.audience]
+        return tell + self.r.finish(Aborted(reason))
 
     def abort(self, reason: str) -> list[Action]:
         """Nothing changes; everybody is told."""

@@ -39,11 +39,15 @@ def outer_gradient(anchor: Vector, local: Vector, out: Vector | None = None) -> 
 
 
 def norm(vector: Vector) -> float:
-    """L2 norm of (n,) float32, summed in float64 over chunks; it is announced, and need not have the same bits."""
+    """L2 norm of (n,) float32; it is announced, and need not have the same bits everywhere."""
     total = 0.0
     for start in range(0, vector.size, CHUNK):
         part = vector[start : start + CHUNK]
-        total += float(np.dot(part, part))
+        with np.errstate(over="ignore", invalid="ignore"):
+            square = float(np.dot(part, part))
+            if not math.isfinite(square):  # squares above 3e38
+                square = float(np.dot(part.astype(np.float64), part.astype(np.float64)))
+        total += square
     return math.sqrt(total) if math.isfinite(total) else math.inf
 
 

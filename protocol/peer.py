@@ -33,6 +33,7 @@ from stretto.protocol.codecs import Codec
 from stretto.protocol.config import RunConfig
 from stretto.protocol.digest import payload_digest
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
+from stretto.protocol.reduce import MAX_ATTEMPTS
 from stretto.protocol.replay import check_records
 from stretto.protocol.rounds import Round, rendezvous_order
 from stretto.protocol.schedule import Clock, follows, fragment_of
@@ -280,6 +281,8 @@ class Peer:
     def received(self, sender: bytes, message: m.Message, now: float) -> list[Effect]:
         """A control message of a round. RemoteProtocolError if it breaks the rules."""
         live = self._live.get(message.round)
+        if isinstance(message, m.Join) and (aside := self._step_aside(live, message)) is not None:
+            return [Send(sender, aside)]
         if live is None:
             if not isinstance(message, m.Join) or not self._near(message, now):
                 return []
@@ -291,9 +294,16 @@ class Peer:
     # ------------------------------------------------------------------ bytes
 
     def early(self, header: m.Push | m.Average) -> bool:
-        """Whether ``header`` may belong to a group that this peer has not heard of yet: ask ``wants`` again soon."""
+        """Whether ``header`` may belong to a group or plan that this peer has not heard of yet: ask again soon."""
         live = self._live.get(header.round)
-        return live is not None and not live.over and live.round.group_id != header.group
+        if live is None or live.over:
+            return False
+        parts = live.round.parts
+        if live.round.group_id != header.group or parts is None:
+            return live.round.group_id != header.group
+        if isinstance(header, m.Average):
+            return parts.attempt < header.attempt <= MAX_ATTEMPTS
+        return header.part < len(parts.reducers) and header.part not in parts.mine
 
     def wants(self, sender: bytes, header: m.Push | m.Average) -> str | None:
         """Why bytes that ``sender`` wants to send are not wanted, None if they are: asked before any byte."""
@@ -331,10 +341,10 @@ class Peer:
         parts = live.round.parts
         if parts is None or average.part >= len(parts.reducers):
             return "no such part"
-        # The next attempt's plan may still be on its way; more than that cannot be.
-        if average.attempt not in (parts.attempt, parts.attempt + 1):
+        if average.attempt != parts.attempt:
             return f"attempt {average.attempt} while {parts.attempt} is going on"
-        if average.attempt == parts.attempt and parts.reducers[average.part] != sender:
+        # The coordinator passes on the averages of a reducer that was lost.
+        if sender not in (parts.reducers[average.part], live.round.coordinator):
             return f"part {average.part} is reduced by another peer"
         if (average.attempt, average.part) in parts.averages:
             return "already here"
@@ -365,8 +375,8 @@ class Peer:
         if payload_digest(data) != header.payload:
             raise RemoteProtocolError("bytes do not match their digest")
         live = self._live.get(header.round)
-        if live is None or live.round.group is None:
-            return
+        if live is None or live.round.group is None or live.round.group_id != header.group:
+            return  # the group was replaced meanwhile: nobody's fault, and nobody wants it any more
         parts = live.round.parts
         start, stop = parts.bounds(header.part) if parts else (0, live.round.numel)
         if isinstance(header, m.Average):
@@ -605,6 +615,20 @@ class Peer:
 
     # ------------------------------------------------------------------ inside
 
+    def _step_aside(self, live: _Live | None, join: m.Join) -> m.Redirect | None:
+        """Who sits a round out cannot coordinate it: the next candidate does. None if this peer can, or nobody else."""
+        fragment = fragment_of(join.round, self.fragments)
+        if (live is not None and live.contribution is not None) or join.fragment != fragment:
+            return None
+        if self.sits_out(join.round) is None:
+            return None
+        order = rendezvous_order(self.run, fragment, join.round, sorted(self._candidates - {self.me, *join.tried}))
+        return m.Redirect(fragment, join.round, order[0]) if order else None
+
+    def _elders(self) -> tuple[bytes, ...]:
+        """The electors of the fragment with the most commits, for fragments that have none yet."""
+        return max((state.tip for state in self.diloco.fragments), key=lambda tip: tip.version).electors
+
     def _near(self, message: m.Join, now: float) -> bool:
         """Whether a round that this peer has not begun may be begun by another's message."""
         if self.clock is None or message.fragment != fragment_of(message.round, self.fragments):
@@ -639,6 +663,7 @@ class Peer:
                 verify=self._verify,
                 resigned=self._resigned,
                 numel=self.diloco.fragments[fragment].anchor.size,
+                elders=self._elders(),
             ),
             departed=self.clock.departure(round),
             payloads={},

@@ -18,7 +18,7 @@ and for the parts of a lost reducer the next one in line, to whom all send that 
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median_low
 
 from stretto.protocol import messages as m
 from stretto.protocol.chain import Part
@@ -61,7 +61,7 @@ def cut_shares(numel: int, uplinks: Mapping[bytes, float]) -> tuple[m.Share, ...
     able = {peer: uplink for peer, uplink in sorted(uplinks.items()) if uplink > 0}
     if not able or numel <= 0:
         return ()
-    bound = UPLINK_BOUND * median(able.values())
+    bound = UPLINK_BOUND * median_low(able.values())  # of two, one may lie
     total = sum(min(uplink, bound) for uplink in able.values())
     blocks = -(-numel // BLOCK)
     shares: list[m.Share] = []

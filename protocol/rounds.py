@@ -67,7 +67,8 @@ class Round:
     """One peer's view of round ``round`` of ``fragment``, which has ``numel`` values.
 
     ``candidates`` are coordinators in the order to try, this peer among them if it can serve; ``expected`` are the
-    peers that a coordinator waits for within the window; ``departs`` is the swarm time of the departure.
+    peers that a coordinator waits for within the window; ``departs`` is the swarm time of the departure. ``elders``
+    vote where the fragment has no electors yet: those of another fragment.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class Round:
         verify: Callable[[bytes, bytes, bytes], bool],
         resigned: frozenset[bytes] = frozenset(),
         numel: int = 0,
+        elders: tuple[bytes, ...] = (),
     ) -> None:
+        self.elders = elders
         self.me, self.run, self.round, self.fragment, self.numel = me, run, round, tip.fragment, numel
         self.tip, self.clock, self.rules, self.resigned = tip, clock, rules, resigned
         self.departs = clock.departure(round)
@@ -110,6 +113,8 @@ class Round:
         self._wait_until: float | None = None
         self._half_at: float | None = None
         self._asks = 0
+        self._corrections: dict[bytes, tuple[int, int]] = {}
+        """Averages that are fetched because others hold them, and where they belong."""
 
     @property
     def over(self) -> bool:
@@ -305,7 +310,9 @@ class Round:
         if self.phase is not Phase.OPEN:
             return []
         self._tried.append(peer)
-        if message.to in self.candidates and message.to not in self._tried and message.to != self.me:
+        if message.to == self.me:
+            return self._next_coordinator(now)
+        if message.to in self.candidates and message.to not in self._tried:
             self.coordinator = message.to
             self._wait_until = now + self.rules.window + self.rules.margin
             return [Send(message.to, self._join())]
@@ -514,6 +521,9 @@ class Round:
 
     def fetched(self, payload: bytes, now: float) -> list[Action]:
         """An averaged part that ``Fetch`` asked for is here, checked and stored by the driver."""
+        if self.phase is Phase.EXCHANGE and self.parts is not None and payload in self._corrections:
+            self.parts.averages[self._corrections.pop(payload)] = payload
+            return self._vote(now)
         if self.phase is not Phase.DECIDED:
             return []
         self._arrived[payload] = payload  # under its own name: it has no owner
@@ -523,6 +533,17 @@ class Round:
         """Counted members whose contribution has this digest."""
         members = self._commit.record.members if self._commit else ()
         return [member.peer for member in members if member.payload == payload]
+
+    def correct(self, voter: bytes, digests: Sequence[bytes]) -> list[Action]:
+        """Others hold these averages and this peer holds other ones: somebody gave it false bytes. Get theirs."""
+        assert self.parts is not None
+        actions: list[Action] = []
+        for part, payload in enumerate(digests):
+            key, (start, stop) = (self.parts.attempt, part), self.parts.bounds(part)
+            if self.parts.averages.get(key) != payload and payload not in self._corrections:
+                self._corrections[payload] = key
+                actions.append(Fetch(voter, payload, stop - start))
+        return actions
 
     def _fetch_next(self, payload: bytes, now: float) -> list[Action]:
         assert self._commit is not None
@@ -563,7 +584,9 @@ class Round:
 
     def _take_over(self, now: float) -> list[Action]:
         """The coordinator is gone and nobody knows a decision: begin again with the next one."""
-        if self.mine is None or self.coordinator is None:
+        inside = self.group is not None and self.mine is not None and self.mine.member in self.group.members
+        if not inside or self.coordinator is None:
+            # It came late or found no way in: the others may well be going on without it.
             return self.finish(Aborted("the coordinator fell silent and nobody knows a decision"))
         self._tried.append(self.coordinator)
         self.phase, self.group, self.group_id, self.parts, self._asks = Phase.OPEN, None, None, None, 0

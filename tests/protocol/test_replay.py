@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from stretto.protocol import outer
+from stretto.protocol.actions import Rules
 from stretto.protocol.chain import CommitRecord, Member, Part, SignedRecord, Tip
 from stretto.protocol.codecs import get_codec
 from stretto.protocol.config import WireConfig
@@ -14,7 +15,6 @@ from stretto.protocol.digest import digest, payload_digest
 from stretto.protocol.errors import RemoteProtocolError
 from stretto.protocol.peer import Peer, Work
 from stretto.protocol.replay import Unproven, recompute, sizes
-from stretto.protocol.rounds import Rules
 from stretto.protocol.schedule import Clock
 from stretto.protocol.simulation import peer_id
 from stretto.protocol.streaming import StreamingDiLoCo, seal
