@@ -9,10 +9,10 @@ STAMP := $(VENV)/.set-up-done
 SOURCES := protocol node bootstrap tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format clean
+.PHONY: help demo test chaos chaos-short check format clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  ARGS='...' is handed to the command: make test ARGS='tests/protocol -x', make demo ARGS='--peers 3'"
 
 demo: $(STAMP) ## train a small model with a swarm of peers on this machine
@@ -20,6 +20,15 @@ demo: $(STAMP) ## train a small model with a swarm of peers on this machine
 
 test: $(STAMP) ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+chaos: $(STAMP) ## real peers behind slow lines, killed, stopped, cut off: about an hour, as root; reports in chaos-reports/
+	@mkdir -p chaos-reports
+	@code=0; for scenario in faults uneven partition; do \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.run $$scenario --report chaos-reports/$$scenario.json $(ARGS) || code=1; \
+	done; exit $$code
+
+chaos-short: $(STAMP) ## the same in three minutes, each fault once, as root
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos/test_chaos.py --capture=no $(ARGS)
 
 check: $(STAMP) ## formatting, lint, types
 	$(BIN)/ruff format --check $(SOURCES)
@@ -31,7 +40,7 @@ format: $(STAMP) ## rewrite the files as `make check` wants them
 	$(BIN)/ruff check --fix $(SOURCES)
 
 clean: ## remove the virtual environment and everything that was built
-	rm -rf $(VENV) build dist protocol/*.so src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist chaos-reports protocol/*.so src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # One stamp for all that installation depends on. It is written last: a set-up that broke off is done again.

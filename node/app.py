@@ -20,7 +20,7 @@ from stretto.node.config import NodeConfig, default_data_dir
 from stretto.node.console import Console
 from stretto.node.data.corpus import Corpus
 from stretto.node.data.stream import TokenStream, heldout_batches
-from stretto.node.events import Narrator, run_in_words
+from stretto.node.events import Narrator, chain_fields, pace_in_words, run_in_words
 from stretto.node.metrics.jsonl import MetricsFile
 from stretto.node.model import build_model, count_parameters
 from stretto.node.parts import (
@@ -156,6 +156,8 @@ def run_node(invite_text: str, config: NodeConfig, console: Console, stopping: S
             check_expected(run, config.expect)
             console.say(f"run {run.name!r}, id {invite.run.hex()[:16]}, signed by {format_peer_id(signed.operator)}")
             console.say(run_in_words(run))
+            if config.pace:
+                console.say(pace_in_words(config.pace))
             node = Node.build(run, signed, identity, config, device, network, console)
             return node.live()
         except Stopped:
@@ -225,6 +227,8 @@ class Node:
             sequence_length=run.data.sequence_length,
             micro_batch=config.micro_batch,
             device=device,
+            pace=config.pace,
+            wait=network.stopping.event.wait,
         )
         member = _make_member(run, signed, config, network, peer, sync, metrics, console, folder / "log")
         return cls(run, config, console, network, metrics, corpus, trainer, sync, member, folder)
@@ -407,6 +411,8 @@ class Node:
             "faults": {format_peer_id(peer): kinds for peer, kinds in exchange.faults.items()},
             "payload_bytes": [exchange.peer.payload_size(f) for f in range(exchange.peer.fragments)],
             "fragment_parameters": [spec.numel for spec in self.sync.model.specs],
+            "pace": self.config.pace,
+            "emulated_device_time": self.config.pace > 0,
             "step_seconds": seconds / max(self.sync.step, 1),
             "blocked_seconds": self.sync.blocked_seconds,
             "compute_utilization": 1 - self.sync.blocked_seconds / seconds,
@@ -436,7 +442,7 @@ def _make_member(
     narrator = Narrator()
 
     def say(event: dict[str, Any]) -> None:
-        metrics.write(event)
+        metrics.write(event | chain_fields(event, peer.diloco.fragments))
         text = narrator.line(event, time.monotonic())
         if text:
             console.say(text)

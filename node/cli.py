@@ -184,6 +184,7 @@ def join(
     join_timeout: Annotated[float | None, typer.Option(help="Seconds to look for a bootstrap peer.")] = None,
     log_budget: Annotated[str | None, typer.Option(help="Disk space for the last commits: 1GB, 0 for none.")] = None,
     seconds_per_status: Annotated[float | None, typer.Option(help="Time between two status lines.")] = None,
+    pace: Annotated[float | None, typer.Option(help="For tests: pad each step to so many seconds.")] = None,
     exit_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Join a run and train: all that a volunteer needs is the invite."""

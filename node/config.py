@@ -77,6 +77,9 @@ class NodeConfig:
     """Disk space for the last commits of all fragments, which peers that are behind replay; 0 keeps none."""
     seconds_per_status: float = 15.0
     """Time between two status lines."""
+    pace: float = 0.0
+    """Pad every inner step to at least so many seconds, for tests with many peers on one machine: emulated device
+    time, and marked as such wherever it shows. 0 does not pad."""
 
     def __post_init__(self) -> None:
         def require(condition: bool, message: str) -> None:
@@ -97,6 +100,7 @@ class NodeConfig:
         check_rate(self.max_upload, "max_upload")
         check_rate(self.max_download, "max_download")
         parse_size("log_budget", self.log_budget)
+        require(0 <= self.pace <= 600, f"pace is {self.pace}, it must be in 0..600 seconds")
         for address in self.announce:
             parts = address.split("/")
             require(

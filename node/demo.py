@@ -340,6 +340,7 @@ def make_report(swarm: Swarm, wall: float) -> dict[str, Any]:
         "bytes_up_control_per_peer": mean("bytes_up_control"),
         "bytes_up_group_payload": mean("bytes_due"),
         "bytes_up_fp32_equivalent": mean("bytes_due_fp32"),
+        "emulated_device_time": any(node["emulated_device_time"] for node in nodes),
         "step_seconds": mean("step_seconds"),
         "blocked_seconds": mean("blocked_seconds"),
         "compute_utilization": mean("compute_utilization"),
@@ -365,6 +366,8 @@ def render(report: dict[str, Any], path: Path) -> str:
         f"{report['step_seconds'] * 1e3:.0f} ms per step, compute utilization {report['compute_utilization']:.1%}, "
         f"tau {', '.join(f'{name} {tau}' for name, tau in report['tau'].items())}",
     ]
+    if report["emulated_device_time"]:
+        lines.append("WARNING steps were padded to a pace: times and utilization are emulated device time")
     if report["lost"]:
         lines.append(f"WARNING killed from outside: {', '.join(report['lost'])}; the others went on")
     if report["failed"]:

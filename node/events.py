@@ -1,8 +1,11 @@
 """Events of a node and settings of a run as sentences, for the person in front of it."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from stretto.node.swarm.identity import format_peer_id
 from stretto.protocol.config import RunConfig
+from stretto.protocol.streaming import FragmentState
 
 
 def run_in_words(run: RunConfig) -> str:
@@ -14,6 +17,36 @@ def run_in_words(run: RunConfig) -> str:
         f"tokens per step, H {outer.inner_steps}, {cut}, alpha {outer.alpha:g}, outer lr {outer.lr:g}, "
         f"tau up to {outer.tau_max}, contributions as {run.wire.up}"
     )
+
+
+def pace_in_words(pace: float) -> str:
+    """What a padded step means for every figure of this node."""
+    return (
+        f"WARNING every inner step is padded to {pace:g} s (--pace): speeds, overlap and utilization of this node are "
+        "emulated device time, not what this machine can do"
+    )
+
+
+def chain_fields(event: dict[str, Any], fragments: Sequence[FragmentState]) -> dict[str, Any]:
+    """For an event that moved the tip of a fragment's chain: where it is now, and whose tokens the last record counts.
+
+    ``head`` and ``prev`` are the first 16 hex digits of the chain's head and of the one before it, ``contributions``
+    the tokens of each counted peer by the last 8 characters of its id, ``round`` the round that made the record.
+    They tell one lineage from another.
+    """
+    if event.get("outcome") != "committed" and (event["event"], event.get("state")) != ("repair", "done"):
+        return {}
+    signed = fragments[event["fragment"]].record
+    if signed is None or signed.record.version != event.get("version", signed.record.version):
+        return {}
+    record = signed.record
+    return {
+        "round": record.round,
+        "version": record.version,
+        "head": record.head().hex()[:16],
+        "prev": record.prev.hex()[:16],
+        "contributions": {format_peer_id(member.peer)[-8:]: member.tokens for member in record.members},
+    }
 
 
 class Narrator:

@@ -5,6 +5,10 @@
 
 with s the *swarm step* (mean inner steps of all peers, from the shared clock), so that a peer that joins late or is
 slow has the same learning rate as the others. The loss is cross-entropy plus z-loss (the paper, section 3.1).
+
+With a *pace* each step is padded to a fixed time, so that many peers fit one machine: emulated device time. The
+padding lies where a slower device would still compute, before the optimizer's step and outside all locks; what the
+exchange takes from the trainer comes on top of it and stays visible.
 """
 
 import math
@@ -64,6 +68,10 @@ class Trainer:
     sequence_length: int
     micro_batch: int
     device: torch.device
+    pace: float = 0.0
+    """Least seconds of forward and backward pass together; 0 does not pad."""
+    wait: Callable[[float], object] = time.sleep
+    """Waits so many seconds, or less when the node is asked to stop."""
 
     def steps(self, swarm_step: Callable[[], float]) -> Iterator[StepReport]:
         """Train for ever; yields after each inner step. ``swarm_step`` tells the swarm's progress."""
@@ -83,6 +91,7 @@ class Trainer:
                 (total * (count / sequences)).backward()
                 loss += cross_entropy.item() * count / sequences  # waits for the device
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+            self._pad(began)
 
             # The only place where the inner optimizer changes weights.
             self.sync.acquire_step()
@@ -98,7 +107,10 @@ class Trainer:
             yield StepReport(self.sync.step, loss, lr, tokens, time.perf_counter() - began, merged)
 
     def rehearse(self, count: int) -> float:
-        """Seconds of an inner step, from ``count`` forward and backward passes that change nothing."""
+        """Seconds of an inner step, from ``count`` forward and backward passes that change nothing.
+
+        A pace counts as if it had been waited for.
+        """
         sequences = self.config.tokens_per_step // self.sequence_length
         position = self.stream.state()
         self.model.train()
@@ -112,7 +124,13 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             times.append(time.perf_counter() - began)
         self.stream.restore(position)
-        return float(np.median(times))
+        return max(self.pace, float(np.median(times)))
+
+    def _pad(self, began: float) -> None:
+        """Wait until the step that ``began`` then has taken as long as the pace wants."""
+        left = self.pace - (time.perf_counter() - began)
+        if left > 0:
+            self.wait(left)
 
     def _batch(self, count: int) -> torch.Tensor:
         return torch.from_numpy(self.stream.next(count)).to(self.device)

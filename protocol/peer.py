@@ -616,7 +616,7 @@ class Peer:
     # ------------------------------------------------------------------ inside
 
     def _step_aside(self, live: _Live | None, join: m.Join) -> m.Redirect | None:
-        """Who sits a round out cannot coordinate it: the next candidate does. None if this peer can, or nobody else."""
+        """Who sits a round out cannot coordinate it: the next candidate does. None if it can, or there is no other."""
         fragment = fragment_of(join.round, self.fragments)
         if (live is not None and live.contribution is not None) or join.fragment != fragment:
             return None

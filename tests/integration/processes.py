@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -196,9 +196,19 @@ class Lab:
     processes: list[Process] = field(default_factory=list)
 
     def start(
-        self, name: str, *arguments: str | Path, folder: Path | None = None, variables: Mapping[str, str] | None = None
+        self,
+        name: str,
+        *arguments: str | Path,
+        folder: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+        inside: Sequence[str] = (),
+        tied: bool = False,
     ) -> Process:
-        """Start ``stretto ARGUMENTS``. ``folder`` is where it keeps its files, if that is not ``name``'s own."""
+        """Start ``stretto ARGUMENTS``. ``folder`` is where it keeps its files, if that is not ``name``'s own.
+
+        ``inside`` are the words of a command that executes another one, such as ``ip netns exec NAME``. ``tied`` is
+        for programs that last long: the process ends when this one does, even by kill -9.
+        """
         mark = f"{self.mark}-{len(self.processes)}-"
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("STRETTO_")}
         environment = {
@@ -209,11 +219,12 @@ class Lab:
             MARK: mark,
             **(variables or {}),
         }
+        tie = ["--exit-with-stdin"] if tied else []
         log = self.folder / f"{len(self.processes)}-{name}.log"
         with log.open("wb") as output, log.with_suffix(".err").open("wb") as errors:
             popen = subprocess.Popen(
-                [sys.executable, "-m", "stretto.node.cli", *map(str, arguments)],
-                stdin=subprocess.DEVNULL,
+                [*inside, sys.executable, "-m", "stretto.node.cli", *map(str, arguments), *tie],
+                stdin=subprocess.PIPE if tied else subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
                 cwd=self.folder,
@@ -296,6 +307,8 @@ class Lab:
                 os.kill(pid, signal.SIGKILL)
         for process in self.processes:
             process.popen.wait(10)
+            if process.popen.stdin is not None:
+                process.popen.stdin.close()
         assert not left, f"these did not end by themselves: {left}\n{self.logs()}"
 
 

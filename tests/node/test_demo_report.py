@@ -36,6 +36,7 @@ def node_report(**changed: Any) -> dict[str, Any]:
         "blocked_seconds": 0.02,
         "compute_utilization": 0.99,
         "tau": 2,
+        "emulated_device_time": False,
         **changed,
     }
 
@@ -98,6 +99,16 @@ def test_a_round_counts_once_whoever_committed_it(tmp_path: Path) -> None:
     report = make_report(swarm(tmp_path, first, second), 1.0)
     assert (report["rounds_begun"], report["rounds_committed"], report["rounds_aborted"]) == (5, 3, 2)
     assert report["abort_reasons"] == ["alone", "no quorum"]
+
+
+def test_a_padded_step_is_said_to_be_one(tmp_path: Path) -> None:
+    report = make_report(swarm(tmp_path, node_report(), node_report(emulated_device_time=True)), 1.0)
+    assert report["emulated_device_time"] is True
+    assert "emulated device time" in render(report, tmp_path)
+    (tmp_path / "real").mkdir()
+    report = make_report(swarm(tmp_path / "real", node_report()), 1.0)
+    assert report["emulated_device_time"] is False
+    assert "emulated" not in render(report, tmp_path)
 
 
 def test_other_heads_are_seen(tmp_path: Path) -> None:

@@ -2,7 +2,14 @@
 
 from typing import Any
 
-from stretto.node.events import Narrator, event_in_words, run_in_words
+import numpy as np
+
+from stretto.node.events import Narrator, chain_fields, event_in_words, pace_in_words, run_in_words
+from stretto.node.swarm.identity import format_peer_id
+from stretto.protocol.chain import CommitRecord, Member, SignedRecord, after, genesis
+from stretto.protocol.schedule import Clock
+from stretto.protocol.simulation import peer_id
+from stretto.protocol.streaming import FragmentState
 from tests.fakes import toy_config
 
 
@@ -56,3 +63,37 @@ def test_the_run_in_one_line_names_what_peers_share() -> None:
     assert "outer lr" in line
     assert "contributions as" in line
     assert "\n" not in line
+
+
+def test_a_pace_is_called_what_it_is() -> None:
+    text = pace_in_words(0.5)
+    assert "padded to 0.5 s" in text
+    assert "emulated device time" in text
+
+
+def test_an_event_that_moves_a_chain_says_where_to() -> None:
+    members = tuple(
+        Member(peer_id(index), 100 + index, bytes([index]) * 32) for index in sorted(range(2), key=peer_id)
+    )
+    peers = tuple(member.peer for member in members)
+    record = CommitRecord(
+        run=bytes(32), fragment=1, round=5, version=3, prev=b"p" * 32, members=members, electors=peers,
+        state=b"s" * 32, tokens_total=900, clock=Clock(round=6, at=1.0, interval=1.0), coordinator=peers[0],
+    )  # fmt: skip
+    empty = np.zeros(1, dtype=np.float32)
+    old = FragmentState(empty, empty, genesis(bytes(32), 0, bytes(32)))
+    new = FragmentState(empty, empty, after(record), SignedRecord(record, bytes(64)))
+    fields = chain_fields({**committed(5), "fragment": 1, "version": 3}, [old, new])
+    assert fields == {
+        "round": 5,
+        "version": 3,
+        "head": record.head().hex()[:16],
+        "prev": (b"p" * 8).hex(),
+        "contributions": {format_peer_id(member.peer)[-8:]: member.tokens for member in members},
+    }
+    assert chain_fields({"event": "repair", "state": "done", "fragment": 1}, [old, new]) == fields
+    # The tip has moved on meanwhile, there is none yet, or the event moves nothing.
+    assert chain_fields({**committed(4), "fragment": 1, "version": 2}, [old, new]) == {}
+    assert chain_fields({"event": "repair", "state": "done", "fragment": 0}, [old, new]) == {}
+    assert chain_fields({"event": "repair", "state": "begun", "fragment": 1}, [old, new]) == {}
+    assert chain_fields({"event": "fault", "what": "odd"}, [old, new]) == {}

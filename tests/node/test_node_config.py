@@ -154,6 +154,9 @@ def test_a_wrong_type_in_the_environment_is_named(variables: dict[str, str], mes
         ({"rounds": -1}, "rounds is -1"),
         ({"join_timeout": -1.0}, "join_timeout is -1.0"),
         ({"seconds_per_status": 31.0}, "nothing runs in silence"),
+        ({"pace": -0.1}, "pace is -0.1, it must be in 0..600 seconds"),
+        ({"pace": float("nan")}, "pace is nan"),
+        ({"pace": 601.0}, "pace is 601.0"),
         ({"announce": ["/ip4/203.0.113.5/tcp/0"]}, "'/ip4/203.0.113.5/tcp/0' is not of the form"),
         ({"announce": ["203.0.113.5:4001"]}, "'203.0.113.5:4001' is not of the form"),
     ],
@@ -162,6 +165,13 @@ def test_values_that_cannot_work_are_named(tmp_path: Path, flags: dict[str, Any]
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, flags=flags)
     assert message in str(caught.value)
+
+
+def test_the_pace_comes_from_every_source(tmp_path: Path) -> None:
+    assert load(tmp_path).pace == 0.0
+    assert load(tmp_path, "pace = 1\n").pace == 1.0
+    assert load(tmp_path, "pace = 1\n", STRETTO_PACE="0.5").pace == 0.5
+    assert load(tmp_path, None, {"pace": 0.25}, STRETTO_PACE="0.5").pace == 0.25
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

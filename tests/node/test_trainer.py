@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -188,6 +189,50 @@ def test_a_reload_clears_the_optimizer() -> None:
     assert not trainer.optimizer.state
     for fragment, anchor in enumerate(start):
         assert np.array_equal(trainer.sync.model.gather(fragment), anchor)
+
+
+# ---------------------------------------------------------------------- pace
+
+
+def test_a_paced_step_waits_outside_all_locks_for_what_is_left() -> None:
+    trainer = make()
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        assert not trainer.sync.step_lock.locked()
+        assert not trainer.sync.outer_lock.locked()
+        assert trainer.sync.step == len(waits)  # before the optimizer's step, as a slower device would
+        waits.append(seconds)
+
+    trainer.pace, trainer.wait = 100.0, wait
+    train(trainer, 2)
+    assert len(waits) == 2
+    assert all(90.0 < seconds < 100.0 for seconds in waits)
+
+
+def test_the_pace_is_in_the_rate_and_not_in_the_blocked_time() -> None:
+    trainer = make()
+    trainer.pace = 0.2
+    reports = train(trainer, 3)
+    assert all(report.seconds >= 0.2 for report in reports)
+    assert trainer.sync.estimate.step_seconds >= 0.2
+    assert trainer.sync.blocked_seconds < 0.1
+    assert trainer.rehearse(1) >= 0.2
+
+
+def test_a_stop_ends_the_padding_at_once() -> None:
+    trainer = make()
+    stop = threading.Event()
+    trainer.pace, trainer.wait = 60.0, stop.wait
+    threading.Timer(0.1, stop.set).start()
+    (report,) = train(trainer, 1)
+    assert report.seconds < 30.0
+
+
+def test_a_slow_step_is_not_padded() -> None:
+    trainer = make()
+    trainer.pace, trainer.wait = 1e-6, lambda seconds: pytest.fail(f"waits {seconds} s")
+    assert len(train(trainer, 2)) == 2
 
 
 # ---------------------------------------------------------------------- rehearsal and evaluation

@@ -280,14 +280,18 @@ def test_a_peer_that_is_asked_as_second_serves_only_if_the_first_was_tried() -> 
     assert b.deadline() == DEPARTS + 3.0  # it has a desk now
 
 
-def test_a_coordinator_that_never_contributes_aborts_for_its_guests() -> None:
+def test_a_coordinator_that_never_contributes_hands_its_guests_over() -> None:
     a = make(A, seats=(A, B))
     a.received(B, join_of(B), DEPARTS)
     assert a.tick(DEPARTS + 3.0) == []  # one more window for its own contribution
     actions = a.tick(DEPARTS + 6.0)
     reason = "the coordinator had no contribution of its own"
-    assert actions[0] == Send(B, m.Abort(0, 8, reason))
+    assert actions[0] == Send(B, m.Redirect(0, 8, B))
     assert aborted(outcome_of(actions)) == reason
+    b = make(B, seats=(A, B))
+    b.contribute(join_of(B), DEPARTS)
+    b.received(A, m.Redirect(0, 8, B), DEPARTS + 6.0)
+    assert b.coordinator == B
 
 
 # ---------------------------------------------------------------------- chains that differ
