@@ -1,11 +1,15 @@
 """``stretto bench``: measurements that a person can repeat on their own machine. Ratios are taken within one run."""
 
 import json
+import signal
+import sys
 from typing import Annotated, Any
 
 import typer
 
-bench = typer.Typer(help="Measure this machine: codecs, and what synchronization costs the trainer.")
+bench = typer.Typer(
+    help="Measure this machine: codecs, what synchronization costs the trainer, what a round costs a peer."
+)
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
@@ -35,6 +39,37 @@ def step(
     from stretto.node.bench.step import bench_step
 
     _show(bench_step(blocks=blocks, steps=steps, device=device, threads=threads, memory_rounds=memory_rounds), as_json)
+
+
+@bench.command(name="round")
+def round_(
+    as_json: AsJson = False,
+    millions: Annotated[float, typer.Option(help="Million floats in the vector that is averaged.")] = 8.0,
+    peers: Annotated[list[int] | None, typer.Option(help="Group sizes; 4 and 8 by default. May be repeated.")] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds that count in each pass, after two that warm up.")] = 4,
+    passes: Annotated[int, typer.Option(help="How often the contenders take turns.")] = 2,
+    up: Annotated[str | None, typer.Option(help="Codec of contributions; the run's default if absent.")] = None,
+    down: Annotated[str | None, typer.Option(help="Codec of averages; the run's default if absent.")] = None,
+    hivemind: Annotated[bool, typer.Option(help="Also measure hivemind's averager.")] = True,
+) -> None:
+    """Time, CPU and bytes of a round of averaging on loopback, against hivemind's DecentralizedAverager."""
+    from stretto.node.bench.round import RoundBench, bench_round, render
+    from stretto.protocol.config import WireConfig
+
+    wire = WireConfig()
+    asked = RoundBench(
+        numel=int(millions * 1e6),
+        peers=tuple(peers or (4, 8)),
+        rounds=rounds,
+        passes=passes,
+        up=up or wire.up,
+        down=down or wire.down,
+        hivemind=hivemind,
+    )
+    # Like Ctrl-C: whoever ends this program ends its peers and their files too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    result = bench_round(asked, lambda text: print(text, file=sys.stderr, flush=True))
+    print(json.dumps(result) if as_json else render(result))
 
 
 def _show(result: dict[str, Any], as_json: bool) -> None:

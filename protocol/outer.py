@@ -28,8 +28,8 @@ WEIGHT_BOUND = 4
 NORM_BOUND = 8
 """A contribution whose norm is a larger multiple of the group's median norm is scaled down to it."""
 
-CHUNK = 1 << 18
-"""Elements handled at once, so that temporaries stay in cache and are a few MiB."""
+CHUNK = 1 << 16
+"""Elements handled at once, so that temporaries stay in a core's own cache; a multiple of the codecs' blocks."""
 
 
 def outer_gradient(anchor: Vector, local: Vector, out: Vector | None = None) -> Vector:

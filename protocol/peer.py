@@ -246,6 +246,9 @@ class Peer:
             return f"fragment {fragment} is being repaired"
         if self.diloco.fragments[fragment].pending:
             return f"the last result of fragment {fragment} is not merged yet"
+        for earlier, live in self._live.items():
+            if live.round.fragment == fragment and earlier < round and not live.over and live.round.decided:
+                return f"round {earlier} of fragment {fragment} is decided and not installed yet"
         return None
 
     def depart(

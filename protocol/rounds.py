@@ -121,6 +121,11 @@ class Round:
         """Whether there is an outcome; no event changes it any more."""
         return self.phase is Phase.DONE
 
+    @property
+    def decided(self) -> bool:
+        """Whether there is a decision: the round will end with it, however long that takes."""
+        return self.phase is Phase.DECIDED or isinstance(self.outcome, Committed)
+
     # ------------------------------------------------------------------ events
 
     def contribute(self, join: m.Join, now: float) -> list[Action]:

@@ -199,7 +199,12 @@ class ChainLog:
             data = wire.encode(head)
             self._folder.mkdir(parents=True, exist_ok=True)
             parts = (MAGIC, len(data).to_bytes(4, "big"), data, digest("chain log", [data]))
-            self._write(entry.path, (*parts, *payloads.values()))
+            try:
+                self._write(entry.path, (*parts, *payloads.values()))
+            except OSError as error:
+                if error.errno not in FULL or not self._shrink(entry):
+                    raise
+                self._write(entry.path, (*parts, *payloads.values()))
         except OSError as error:
             self._lose(entry)
             self._turn_off(error, entry.nbytes)
@@ -209,6 +214,18 @@ class ChainLog:
                 gone = not any(other is entry for other in self._chains.get(entry.fragment, ()))
             if gone:
                 self._remove([entry])
+
+    def _shrink(self, entry: _Entry) -> bool:
+        """The disk is full: give half of what the log has back to it, and keep to the other half from now on."""
+        with self._lock:
+            written = sum(e.nbytes for chain in self._chains.values() for e in chain if e.waiting is None)
+            if written // 2 < 2 * entry.nbytes:
+                return False
+            self._budget = written // 2
+            dropped = self._surplus()
+        self._remove(dropped)
+        self._warn(f"the disk of {self._folder} is full: the chain log keeps to {self._budget:,} bytes from now on")
+        return True
 
     def _is_on(self, nbytes: int) -> bool:
         """Whether writing may be tried: there is room again on a full disk, or some time has passed."""

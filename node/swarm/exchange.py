@@ -102,6 +102,8 @@ class Exchange:
         self._trains = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._lost_at: dict[bytes, float] = {}
+        self._leaving = 0
+        """Departures whose contribution is being encoded."""
         self._electors = ElectorWatch(peer.config.group.absence)
         self._log = log
         self._donor = Donor(peer, log, self.traffic, self._in_thread)
@@ -199,14 +201,22 @@ class Exchange:
                 await asyncio.sleep(min(wait, 0.5))
                 continue
             self.begun.add(target)
+            self._leaving += 1
             self._spawn(self._depart(target))
             target += 1
-        while self.peer.busy() or self.peer.repairing:
+        while self._leaving or self.peer.busy() or self.peer.repairing:
             self._settled.clear()
             await self._settled.wait()
         self.ended.set()
 
     async def _depart(self, round: int) -> None:
+        try:
+            await self._enter(round)
+        finally:
+            self._leaving -= 1
+            self._settled.set()
+
+    async def _enter(self, round: int) -> None:
         fragment = fragment_of(round, self.peer.fragments)
         with self.sync.outer_lock:
             reason = self.peer.sits_out(round)
@@ -214,8 +224,11 @@ class Exchange:
             try:
                 contribution = await self._in_thread(self.sync.leave, fragment)
             except LocalProtocolError as error:
-                self.sync.ask_reload()
-                reason = f"this peer's weights cannot be sent, so its anchors are reloaded: {error}"
+                with self.sync.outer_lock:
+                    reason = self.peer.sits_out(round)  # a result may have come in between
+                if reason is None:
+                    self.sync.ask_reload()
+                    reason = f"this peer's weights cannot be sent, so its anchors are reloaded: {error}"
             else:
                 if contribution.tokens and not any(contribution.payload):
                     self._say({"event": "fault", "what": f"fragment {fragment} did not change in a whole cycle"})

@@ -28,6 +28,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonErro
 from hivemind.utils.multiaddr import Multiaddr
 
 from stretto.node.swarm.identity import Identity
+from stretto.node.swarm.opening import close_failed_streams
 from stretto.protocol.errors import StrettoError
 from stretto.protocol.invite import check_address
 
@@ -105,6 +106,7 @@ class Host:
         if p2p.peer_id.to_base58() != identity.peer_id:
             await p2p.shutdown()
             raise HostError(f"the network daemon runs as {p2p.peer_id}, not as {identity.peer_id}")
+        close_failed_streams(p2p)
         node = await DHTNode.create(p2p=p2p, record_validator=validator, wait_timeout=5)
         host = cls(identity, config, p2p, node)
         await host.refresh_addresses()

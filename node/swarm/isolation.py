@@ -1,4 +1,4 @@
-"""Alone after there were others: when to say so, and when to dial.
+"""Alone after there were others, or among peers that cannot be reached: when to say so, and when to dial.
 
 A node whose line was down, or whose peers all restarted, is found by nobody unless it dials. It dials soon and often
 at first, since most outages are short, and warns with growing pauses, so that an outage of a night fills no log.
@@ -17,6 +17,31 @@ FIRST_REDIAL = 2.0
 
 REMIND = 1.7
 """A warning is repeated when the time alone has grown by this factor."""
+
+
+UNANSWERED = 10.0
+"""Seconds in which nobody in the run accepted connections before people are told."""
+
+
+@dataclass
+class Unanswered:
+    """Watches whether anybody in the run accepts connections: without one, no round can have a coordinator."""
+
+    since: float | None = None
+    _told: float = 0.0
+
+    def warning_due(self, now: float, nobody: bool) -> bool:
+        """Whether to warn at ``now`` (steady seconds) that ``nobody`` does: after a while, then ever more rarely."""
+        if not nobody:
+            self.since, self._told = None, 0.0
+            return False
+        if self.since is None:
+            self.since = now
+        lasted = now - self.since
+        if lasted < max(UNANSWERED, 2 * self._told):
+            return False
+        self._told = lasted
+        return True
 
 
 @dataclass

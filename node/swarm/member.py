@@ -9,7 +9,7 @@ from typing import Any
 
 from stretto.node.swarm.exchange import Exchange
 from stretto.node.swarm.host import Host, dial_all
-from stretto.node.swarm.isolation import Isolation
+from stretto.node.swarm.isolation import Isolation, Unanswered
 from stretto.node.swarm.known_peers import KnownPeers
 from stretto.node.swarm.roster import EXPIRY, Roster
 from stretto.node.swarm.time_keeper import TimeKeeper
@@ -17,9 +17,6 @@ from stretto.protocol.digest import digest
 from stretto.protocol.peer import Peer
 from stretto.protocol.roster import PeerRecord
 from stretto.protocol.schedule import first_clock
-
-UNANSWERED = 10.0
-"""Seconds in which nobody in the run accepted connections before people are told."""
 
 LINGER = 15.0
 """Seconds that a finished peer stays to serve those who still fetch."""
@@ -53,9 +50,7 @@ class Member:
     waiting_for: str = ""
     """What ``await_start`` or ``linger`` waits for, in words."""
     isolation: Isolation = field(default_factory=Isolation)
-    _deaf_since: float | None = None
-    """Since when nobody in the run accepts connections, steady time."""
-    _deaf_told: float = 0.0
+    unanswered: Unanswered = field(default_factory=Unanswered)
     _dialled: str = ""
     """What the last dialling came to, in words."""
     _tasks: list["asyncio.Task[None]"] = field(default_factory=list)
@@ -221,17 +216,11 @@ class Member:
 
     def _look_for_listeners(self, now: float) -> None:
         """Without a single peer that accepts connections no round can have a coordinator."""
-        listening = self.exchange.peer.can_coordinate or not all(r.client_mode for r in self.roster.peers.values())
-        waiting = not self.roster.peers and self.progress.state != "training"
-        if listening or waiting:
-            self._deaf_since, self._deaf_told = None, 0.0
+        waiting = not self.roster.peers and self.progress.state != "training"  # somebody may come yet
+        records = self.roster.peers.values()
+        nobody = not (self.exchange.peer.can_coordinate or waiting) and all(r.client_mode for r in records)
+        if not self.unanswered.warning_due(now, nobody):
             return
-        if self._deaf_since is None:
-            self._deaf_since = now
-        deaf = now - self._deaf_since
-        if deaf < max(UNANSWERED, 2 * self._deaf_told):
-            return
-        self._deaf_told = deaf
         self.tell(
             f"WARNING no peer in this run accepts connections: all {1 + len(self.roster.peers)}, this one included, "
             "are in client mode, so no round can take place. One node must be reachable: start it without "

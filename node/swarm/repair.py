@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -41,6 +41,9 @@ T = TypeVar("T")
 
 AT_ONCE = 2
 """Fragments that are repaired at a time."""
+
+ASK_PAUSES = (0.5, 1.0)
+"""Seconds after which a donor that could not be reached is asked again: its address may have become known just now."""
 
 SAY_EVERY = 3.0
 """Seconds between two progress events."""
@@ -347,6 +350,10 @@ class Repairer:
         """One answer of one donor, None if it cannot be had; the job remembers why."""
         session = self._session(donor)
         try:
+            for pause in ASK_PAUSES:
+                with suppress(*BROKEN):
+                    return await session.ask(request, *kinds)
+                await asyncio.sleep(pause)
             return await session.ask(request, *kinds)
         except (Silent, *BROKEN) as error:
             job.failures[donor] = in_words(error)

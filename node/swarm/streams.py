@@ -33,6 +33,9 @@ OPEN_TIMEOUT = 10.0
 CHUNK_TIMEOUT = 20.0
 """Seconds without a message, a whole chunk, an acknowledgement or a turn after which a transfer is given up."""
 
+PIECE = 256 * 1024
+"""Bytes written at once; larger writes only fill buffers."""
+
 BUFFER = 64 * 1024
 """Bytes that may wait in a socket's buffer."""
 
@@ -138,9 +141,10 @@ async def _write_chunks(writer: Writer, data: memoryview, upload: Upload) -> Non
         upload.sent()
         upload.line.control_up(_HEAD.size)
         writer.write(_HEAD.pack(size))
-        writer.write(data[start : start + size])
+        for place in range(start, start + size, PIECE):
+            writer.write(data[place : min(place + PIECE, start + size)])
+            await _drain(writer)
         start += size
-        await _drain(writer)
 
 
 async def _hear(reader: Reader, upload: Upload) -> None:

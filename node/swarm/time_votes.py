@@ -160,9 +160,10 @@ def walls_in_words(walls: WallClocks, name: str) -> str | None:
     """The line for people, None if all clocks agree. ``name`` says who the odd ones are, e.g. their short ids."""
     if walls.wrong:
         direction = "ahead of" if walls.ahead > 0 else "behind"
+        doubt = " (or that one's clock is wrong)" if walls.asked == 1 else ""
         return (
-            f"WARNING your clock is {abs(walls.ahead):.1f} s {direction} {walls.against} of {walls.asked} peers; "
-            "Stretto corrects for it, other programs do not: turn on time synchronization (NTP) on this machine"
+            f"WARNING your clock is {abs(walls.ahead):.1f} s {direction} {walls.against} of {walls.asked} peers"
+            f"{doubt}; Stretto corrects for it, other programs do not: turn on time synchronization (NTP) here"
         )
     if walls.odd:
         lead = walls.odd[0][1]

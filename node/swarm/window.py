@@ -14,14 +14,16 @@ the *receiver's* queue when both send at once; the round trip bounds what a rece
 There is one window per peer, for the path to it, and one for the whole line. A slow receiver makes its own path long
 and no other one; our own uplink makes all of them long. So the line's window follows the shortest queue of the paths
 in use. A peer that stopped answering does not count in the line's window after STALL seconds, lest it starve others.
-Values in, values out: times in seconds are handed in.
+A path that was never measured on an idle line is taken to be at most USUAL long: its first chunk may have waited
+behind our own, and who takes that wait for the way's length adds a queue on top. Values in, values out: times in
+seconds are handed in.
 """
 
 from dataclasses import dataclass, field
 
 LEAST_CHUNK = 16 * 1024
-MOST_CHUNK = 256 * 1024
-"""Bytes sent at once, a quarter of the window within these bounds."""
+MOST_CHUNK = 1024 * 1024
+"""Bytes that are granted and acknowledged at once, a quarter of the window within these bounds."""
 
 START = 64 * 1024
 LEAST = 32 * 1024

@@ -146,8 +146,8 @@ def test_its_time_sets_the_clock_of_who_arrives(scene: Scene) -> None:
     assert clock.correction == pytest.approx(3600.0, abs=0.1)
     assert told == [
         "this machine's clock is 3600.0 s off the swarm's, which is used from now on",
-        "WARNING your clock is 3600.0 s behind 1 of 1 peers; Stretto corrects for it, other programs do not: "
-        "turn on time synchronization (NTP) on this machine",
+        "WARNING your clock is 3600.0 s behind 1 of 1 peers (or that one's clock is wrong); Stretto corrects for it, "
+        "other programs do not: turn on time synchronization (NTP) here",
     ]
     (event,) = events
     assert event["offset"] == pytest.approx(-3600.0, abs=0.1)

@@ -111,7 +111,6 @@ class LinePeer:
             "totals": vars(line.totals),
             "uplink": line.uplink,
             "window": line.window.size,
-            "paths": [(p.size, p.queued) for p in line.window._paths.values()],
             "cpu": time.process_time(),
         }
 

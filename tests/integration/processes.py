@@ -34,7 +34,7 @@ time.time = lambda: _right() + _seconds
 """
 """Python imports this module at its start, before anything of Stretto or hivemind asks for the time."""
 
-LIMIT = 60.0
+LIMIT = 200.0
 """Seconds after which an awaited event will not come any more, however busy the machine is."""
 
 MICRO_MODEL: Mapping[str, Any] = {
@@ -299,7 +299,7 @@ class Lab:
                 process.signal(signal.SIGTERM)
         left: dict[int, str] = {}
         try:
-            until(lambda: not marked(self.mark), "the end", limit=12)
+            until(lambda: not marked(self.mark), "the end", limit=60)
         except AssertionError:
             left = marked(self.mark)
         for pid in left:

@@ -8,18 +8,23 @@ import contextlib
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-START_LIMIT, LIMIT = 90.0, 110.0
+START_LIMIT, LIMIT = 200.0, 120.0
 """Seconds for a process to start and to obey, on a busy machine."""
+
+pytestmark = pytest.mark.timeout(400)
 
 
 class Process:
@@ -145,8 +150,59 @@ def delays(sender: Process, receiver: Process, **how: Any) -> tuple[list[float],
     """Seconds that control messages took while bulk data went the same way, and seconds of the bulk data."""
     receiver.tell("state")
     sent = sender.send(receiver, every=0.2, **how)
-    heard = receiver.tell("state")["heard"]
-    # The last ones may still be on their way, all others have arrived.
-    numbers = [n for n in sent["spoken"] if n in heard]
-    assert len(numbers) >= len(sent["spoken"]) - 3
-    return [heard[n] - sent["spoken"][n] for n in numbers], sent["seconds"]
+    heard: dict[str, float] = {}
+    limit = time.monotonic() + 60
+    while not sent["spoken"].keys() <= heard.keys():  # the last ones may still be on their way
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+        heard |= receiver.tell("state")["heard"]
+    return [heard[number] - at for number, at in sent["spoken"].items()], sent["seconds"]
+
+
+def test_throughput_on_loopback_is_about_what_it_was_without_a_line(short: Path) -> None:
+    """The best of many, taken in turns, since the machine is shared. Measured on a quiet one: see docs/log.md."""
+    nbytes = 16 << 20
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    with peers({}, {}, folder=short) as (sender, receiver):
+        for _ in range(12):
+            for plain in (True, False):
+                seconds[plain].append(sender.send(receiver, nbytes, plain=plain)["seconds"])
+        state = sender.tell("state")
+    assert min(seconds[False]) < 1.4 * min(seconds[True])
+    assert state["totals"]["bulk_up"] == 12 * nbytes
+    assert state["totals"]["control_up"] + state["totals"]["control_down"] < 0.005 * 12 * nbytes
+    assert state["uplink"] > 0.3 * nbytes / min(seconds[True])
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+def test_the_cap_on_uploads_holds(short: Path, streams: int) -> None:
+    with peers({"up": 1e6}, {}, folder=short) as (sender, receiver):
+        seconds = sender.send(receiver, 8_000_000 // streams, streams=streams)["seconds"]
+        assert 8 * 0.9 < seconds < 8 * 1.1
+        assert sender.tell("state")["uplink"] == pytest.approx(1e6, rel=0.1)
+
+
+def test_the_cap_on_downloads_holds_with_several_senders(short: Path) -> None:
+    with peers({"down": 1e6}, {}, {}, folder=short) as (receiver, *senders):
+        with ThreadPoolExecutor(2) as pool:
+            sends = [pool.submit(sender.send, receiver, 4_000_000) for sender in senders]
+            seconds = max(send.result()["seconds"] for send in sends)
+        assert 8 * 0.9 < seconds < 8 * 1.1
+        assert receiver.tell("state")["totals"]["bulk_down"] == 8_000_000
+
+
+def test_control_messages_pass_bulk_data_on_a_slow_link(short: Path) -> None:
+    with slow_link("1mbit") as (left, right):
+        places = {"host": "10.77.0.1", "within": left}, {"host": "10.77.0.2", "within": right}
+        with peers(*places, folder=short) as (sender, receiver):
+            waits, seconds = delays(sender, receiver, nbytes=250_000, streams=4)
+            before, seconds_before = delays(sender, receiver, nbytes=250_000, streams=4, plain=True)
+            uplink = sender.tell("state")["uplink"]
+    print(f"with the line: median {statistics.median(waits):.2f} s, max {max(waits):.2f} s, bulk {seconds:.1f} s")
+    print(f"without: median {statistics.median(before):.2f} s, max {max(before):.2f} s, bulk {seconds_before:.1f} s")
+    assert statistics.median(waits) < 1.5
+    assert max(waits) < 3
+    # Nothing is gained by making the bulk data slow.
+    assert seconds < 1.25 * seconds_before
+    assert statistics.median(before) > 2 * statistics.median(waits)
+    assert uplink == pytest.approx(125_000, rel=0.2)

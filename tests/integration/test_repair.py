@@ -38,7 +38,7 @@ def versions(node: Process) -> int:
 
 
 def test_a_restarted_peer_catches_up_by_replay(lab: Lab) -> None:
-    _, invite = lab.bootstrap(lab.write_run(micro_run(lab.corpus, inner_steps=300)))
+    _, invite = lab.bootstrap(lab.write_run(micro_run(lab.corpus, inner_steps=120)))
     nodes = sorted(lab.found(invite, 2), key=peer_of)
     stays, victim = nodes  # of two electors the first one commits alone
     until(lambda: versions(victim) >= 2, "two commits of each fragment", logs=lab.logs)
@@ -114,7 +114,11 @@ def donors(lab: Lab, count: int, seconds: float) -> Iterator[list[DonorProcess]]
             assert donor.popen.stdin is not None
             donor.popen.stdin.close()
         for donor in started:
-            donor.popen.wait(20)
+            try:
+                donor.popen.wait(20)
+            except subprocess.TimeoutExpired:
+                donor.popen.kill()
+                donor.popen.wait(10)
 
 
 class RealJoiner(Joiner):

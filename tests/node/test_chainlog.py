@@ -256,6 +256,24 @@ def test_a_full_disk_costs_the_log_and_one_line_until_there_is_room(
     assert sorted(path.name[5:17] for path in tmp_path.iterdir()) == [f"{v:012}" for v in (6, 7, 8)]
 
 
+def test_a_log_that_fills_the_disk_gives_half_of_it_back(tmp_path: Path) -> None:
+    def small(path: Path, parts: Iterable[bytes]) -> None:
+        size = sum(map(len, parts))
+        if size + sum(file.stat().st_size for file in tmp_path.iterdir()) > 60_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_whole(path, parts)
+
+    said: list[str] = []
+    log = open_log(tmp_path, said=said, write=small)
+    fill(log, chain(40, size=2000))
+    assert len(said) == 1
+    assert said[0].startswith(f"the disk of {tmp_path} is full: the chain log keeps to ")
+    assert 20_000 < log.nbytes() < 30_000
+    assert log.kept(0)[-1] == 40
+    log.close()
+    assert open_log(tmp_path).kept(0) == log.kept(0)
+
+
 def test_a_failing_disk_is_tried_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, said = FullDisk(), []
     log = open_log(tmp_path, said=said, write=disk)
@@ -288,16 +306,19 @@ def test_a_disk_slower_than_the_rounds_loses_commits_and_not_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chainlog, "MAX_WAITING", 5000)
-    go, said = threading.Event(), []
+    go, writing, said = threading.Event(), threading.Event(), []
 
     def slow(path: Path, parts: Iterable[bytes]) -> None:
-        go.wait(30)
+        writing.set()
+        go.wait(60)
         write_whole(path, parts)
 
     log = open_log(tmp_path, said=said, write=slow)
     commits = chain(20)
+    log.append(0, *commits[0])
+    assert writing.wait(30)
     began = time.monotonic()
-    for signed, payloads in commits[:-2]:
+    for signed, payloads in commits[1:-2]:
         log.append(0, signed, payloads)
     assert time.monotonic() - began < 5
     assert 5000 < log._queued < 6000

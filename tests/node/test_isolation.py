@@ -2,7 +2,7 @@
 
 import itertools
 
-from stretto.node.swarm.isolation import GRACE, REDIAL, Isolation
+from stretto.node.swarm.isolation import GRACE, REDIAL, UNANSWERED, Isolation, Unanswered
 
 
 def live(watch: Isolation, start: int, stop: int, in_sight: int) -> tuple[list[int], list[int]]:
@@ -47,3 +47,13 @@ def test_company_ends_it_and_the_next_time_begins_anew() -> None:
     assert watch.seconds(209.0) == 0.0
     warned, dialled = live(watch, 210, 240, 0)
     assert warned[0] == dialled[0] == 209 + int(GRACE)
+
+
+def test_that_nobody_accepts_connections_is_said_ever_more_rarely() -> None:
+    watch = Unanswered()
+    first = int(UNANSWERED)
+    assert [now for now in range(600) if watch.warning_due(float(now), True)] == [first * 2**i for i in range(6)]
+    assert not watch.warning_due(600.0, False)
+    assert not watch.warning_due(601.0, True)
+    assert not watch.warning_due(600.0 + first, True)
+    assert watch.warning_due(601.0 + first, True)
