@@ -37,6 +37,8 @@ class Desk:
     def __init__(self, round: "Round", now: float, gone: Collection[bytes]) -> None:
         self.r = round
         self.close_at = max(now, round.departs) + round.rules.window
+        self.short = False
+        """The window has ended without a quorum; the group closes soon after there is one."""
         self.joined: dict[bytes, m.Join] = {}
         self.gone: set[bytes] = set(gone)
         self.silent: set[bytes] = set()
@@ -107,7 +109,15 @@ class Desk:
         self.joined[peer] = join
         return self._maybe_close(now)
 
+    @property
+    def _patience_ends(self) -> float:
+        """Until when a quorum may still come: members give up a silent candidate after window and margin."""
+        rules = self.r.rules
+        return self.r.departs + 2 * rules.window + 1.5 * rules.margin
+
     def _maybe_close(self, now: float) -> list[Action]:
+        if self.short and self._quorum(self.joined):
+            self.close_at, self.short = min(self.close_at, now + self.r.rules.margin / 4), False
         full = len(self.joined) >= self.r.rules.max_group and self._quorum(self.joined)
         if self.r.mine is not None and (full or self.r.expected <= self.joined.keys() | self.gone):
             return self.close(now)
@@ -123,6 +133,10 @@ class Desk:
             return r.finish(Outrun(self.ahead, "others are ahead"))
         if count < needed:
             return self.abort(f"waiting for {needed - count} more peer(s): {count} of {needed} are here")
+        if not self._quorum(self.joined) and now < self._patience_ends:
+            # Others may still wait for a candidate before this one, whom they have not found out to be gone.
+            self.close_at, self.short = self._patience_ends, True
+            return []
         if not self._quorum(self.joined):
             here = len([peer for peer in r.tip.electors if peer in self.joined])
             return self.abort(f"no quorum: {here} of {len(r.tip.electors)} electors are here")

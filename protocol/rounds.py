@@ -10,10 +10,10 @@ the first in rendezvous order that answers. Nothing here waits, sends or reads a
 
 Rules:
 1. A round commits whole or changes nothing. The only way to change state is ``Finish(Committed)``.
-2. While its coordinator answers, a member never joins another one of the same round. It gives one up when the
-   connection broke or when a coordinator could not decide any more, and asks the other members before it does. Where
-   the lost one did decide, and nobody who can be reached heard it, two records of one round exist on two lineages,
-   of which ``Tip.beats`` chooses one.
+2. A member votes for one coordinator only: it reports to it that it holds what is to be averaged. It gives one up when
+   the connection broke or when a coordinator could not decide any more, asks the other members, and joins the next
+   one, but only if it has not voted. A decision needs the votes of a quorum (``chain.Tip.quorum``), and two quorums
+   have a member in common, so a round is decided once.
 3. A coordinator counts only contributions that it holds itself and that more than half of the living members hold,
    or averages that a quorum holds, so that whoever misses one can fetch it.
 4. A member accepts a decision from anybody, since it checks signature, chain, quorum, clock and digests itself.
@@ -113,6 +113,7 @@ class Round:
         self._wait_until: float | None = None
         self._half_at: float | None = None
         self._asks = 0
+        self._voted = False
         self._corrections: dict[bytes, tuple[int, int]] = {}
         """Averages that are fetched because others hold them, and where they belong."""
 
@@ -408,6 +409,7 @@ class Round:
         actions = self.want_state(Basis(members, self.parts.as_parts(digests)))
         if self._desk is not None:
             return actions + self._desk.progressed(now)
+        self._voted = True
         vote = m.Averaged(self.fragment, self.round, self.parts.attempt, digests)
         return [Send(self.coordinator, vote), *actions]
 
@@ -442,6 +444,7 @@ class Round:
         if self._desk is not None:
             return self._desk.on_have(self.me, have, now)
         assert self.coordinator is not None
+        self._voted = self._voted or self.parts is None
         return [Send(self.coordinator, have)]
 
     def want_state(self, basis: Basis) -> list[Action]:
@@ -589,6 +592,9 @@ class Round:
 
     def _take_over(self, now: float) -> list[Action]:
         """The coordinator is gone and nobody knows a decision: begin again with the next one."""
+        if self._voted:
+            # With this vote it may have decided; then two groups could commit the same round.
+            return self.finish(Aborted("the coordinator fell silent and nobody knows a decision"))
         inside = self.group is not None and self.mine is not None and self.mine.member in self.group.members
         if not inside or self.coordinator is None:
             # It came late or found no way in: the others may well be going on without it.

@@ -22,6 +22,8 @@ T = TypeVar("T")
 MAX_MESSAGE = 256 * 1024
 """Largest control message or record in bytes. Tensors never travel inside one."""
 
+_LEAVES = frozenset({bool, bytes, float, int, str, type(None)})
+
 
 def pack(value: object) -> bytes:
     """msgpack bytes of plain values (None, bool, int, float, str, bytes, lists, and dicts with sorted str keys)."""
@@ -43,7 +45,7 @@ def unpack(data: bytes | memoryview, max_bytes: int = MAX_MESSAGE) -> Any:
 
 def encode(message: object) -> bytes:
     """Canonical bytes of a dataclass instance."""
-    data = pack(to_plain(message))
+    data = typing.cast(bytes, msgpack.packb(to_plain(message), use_bin_type=True))
     if len(data) > MAX_MESSAGE:
         raise LocalProtocolError(f"{type(message).__name__} has {len(data)} bytes, the limit is {MAX_MESSAGE}")
     return data
@@ -55,11 +57,17 @@ def decode(cls: type[T], data: bytes | memoryview) -> T:
 
 
 def to_plain(value: object) -> Any:
-    """Nested lists of msgpack types for a dataclass, a tuple or a plain value."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    """Nested lists of msgpack types for a dataclass, a tuple or a plain value; maps with their keys sorted."""
+    if type(value) in _LEAVES:
+        return value
+    kind: type = type(value)
+    names = _field_names(kind)
+    if names is not None:
+        return [to_plain(getattr(value, name)) for name in names]
     if isinstance(value, (tuple, list)):
         return [to_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: to_plain(value[key]) for key in sorted(value)}
     return value
 
 
@@ -67,6 +75,12 @@ def from_plain(cls: type[T], plain: Any) -> T:
     """The inverse of ``to_plain`` for a dataclass, with every field checked against its annotation."""
     value = _parse(cls, plain, cls.__name__)
     return typing.cast(T, value)
+
+
+@functools.cache
+def _field_names(cls: type) -> tuple[str, ...] | None:
+    """The fields of a dataclass in order, None for another type; looked up for every value that is sent."""
+    return tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else None
 
 
 @functools.cache
@@ -110,6 +124,8 @@ def _parse_dataclass(kind: type, plain: Any, where: str) -> Any:
 
 
 def _sorted(value: object) -> object:
+    if type(value) in _LEAVES:
+        return value
     if isinstance(value, Mapping):
         return {key: _sorted(value[key]) for key in sorted(value)}
     if isinstance(value, (list, tuple)):

@@ -1,6 +1,7 @@
 """Whole swarms in virtual time: equal bits, no lost work, the paper's numbers, and every way of losing peers."""
 
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.protocol import messages as m
 from stretto.protocol import outer
 from stretto.protocol.actions import Aborted, Committed, Outrun
 from stretto.protocol.digest import digest, state_digest
@@ -20,7 +20,8 @@ from stretto.protocol.errors import ConfigError
 from stretto.protocol.outer import Vector
 from stretto.protocol.peer import FetchFrom
 from stretto.protocol.rounds import rendezvous_order
-from stretto.protocol.simulation import Network, Replica, SimPeer, Simulation, peer_id
+from stretto.protocol.simnet import Arrival, Network
+from stretto.protocol.simulation import Header, Replica, SimPeer, Simulation, peer_id
 from tests.fakes import QuadraticReplica, TorchReplica, outer_states, toy_config
 
 torch.set_num_threads(1)
@@ -177,9 +178,9 @@ def test_an_aborted_round_loses_no_work() -> None:
 class _LosesPushes(Simulation):
     """From round 4 on, what peer 2 contributes never reaches the others, though all its messages do."""
 
-    def _pushed(self, sim: SimPeer, target: SimPeer, header: m.Push | m.Average, data: bytes, *, tries: int) -> None:
+    def _pushed(self, sim: SimPeer, target: SimPeer, header: Header, data: bytes, tries: int = 16) -> None:
         if sim.index != 2 or header.round < 4:
-            super()._pushed(sim, target, header, data, tries=tries)
+            super()._pushed(sim, target, header, data, tries)
 
 
 def _quadratic(sim: SimPeer) -> QuadraticReplica:
@@ -229,9 +230,9 @@ class _LosesFetches(Simulation):
         order = rendezvous_order(self.config.digest(), 0, 4, [sim.peer.me for sim in self.peers])
         return [sim.peer.me for sim in self.peers].index(order[-1])
 
-    def _pushed(self, sim: SimPeer, target: SimPeer, header: m.Push | m.Average, data: bytes, *, tries: int) -> None:
+    def _pushed(self, sim: SimPeer, target: SimPeer, header: Header, data: bytes, tries: int = 16) -> None:
         if target.index != self.victim or header.round != 4:
-            super()._pushed(sim, target, header, data, tries=tries)
+            super()._pushed(sim, target, header, data, tries)
 
     def _fetch(self, sim: SimPeer, source: SimPeer, effect: FetchFrom) -> None:
         self._carry_out(sim, sim.peer.fetch_failed(source.peer.me, effect.round, self.now))
@@ -612,3 +613,167 @@ def test_a_swarm_larger_than_the_group_goes_on() -> None:
     seen = [o.signed.record for o in records(simulation).values()]
     assert {len(record.members) for record in seen} == {3}
     assert {x.peer for record in seen for x in record.members} == {peer_id(index) for index in range(5)}
+
+
+# ---------------------------------------------------------------------- peers in trouble
+
+
+def _members(simulation: Simulation, round: int) -> set[int]:
+    """Numbers of the peers that were counted in a round."""
+    (record,) = {o.signed.record for o in records(simulation).values() if o.signed.record.round == round}
+    numbers = {peer_id(index): index for index in range(len(simulation.peers))}
+    return {numbers[member.peer] for member in record.members}
+
+
+def test_a_crashed_peer_starts_again_with_nothing_and_comes_back_by_repair() -> None:
+    simulation = Simulation(toy_config(), swarm(), network=Network(delay=0.1), window=1.0)
+    simulation.run(8)
+    simulation.crash(1)
+    simulation.run(12)
+    before = simulation.peers[1].peer
+    simulation.restart(1, QuadraticReplica(101, tokens=TOKENS[1]))
+    sim = simulation.peers[1]
+    assert sim.peer is not before
+    assert [tip.version for tip in sim.peer.tips()] == [0] * 4
+    assert sim.joining
+    simulation.run(20)
+    simulation.settle()
+    assert not sim.joining
+    assert heads_equal(simulation)
+    assert simulation.committed() == set(range(20))
+    assert [1 in _members(simulation, round) for round in (7, 11, 19)] == [True, False, True]
+
+
+def test_a_peer_that_starts_again_where_nobody_is_waits() -> None:
+    simulation = Simulation(toy_config(), swarm(2))
+    simulation.run(8)
+    simulation.crash(0)
+    simulation.crash(1)
+    simulation.restart(0, QuadraticReplica(0))
+    simulation.play(simulation.now + 100)
+    assert simulation.peers[0].joining
+    assert simulation.peers[0].steps == 0
+    assert max(simulation.committed()) == 7
+
+
+def test_a_frozen_peer_goes_on_with_all_that_has_queued_up() -> None:
+    simulation = Simulation(toy_config(), swarm(), network=Network(delay=0.1), window=1.0)
+    simulation.run(8)
+    simulation.freeze(2)
+    steps, tips = simulation.peers[2].steps, simulation.peers[2].peer.tips()
+    simulation.run(13)
+    sim = simulation.peers[2]
+    assert (sim.steps, sim.peer.tips()) == (steps, tips)
+    assert len(sim.backlog) > 5
+    assert set(range(8, 13)) <= simulation.committed()
+    assert 2 not in _members(simulation, 11)
+    simulation.thaw(2)
+    assert not sim.backlog
+    simulation.run(20)
+    simulation.settle()
+    assert heads_equal(simulation)
+    assert 2 in _members(simulation, 19)
+    assert 0 < sim.steps - steps < simulation.peers[0].steps - steps - 20
+
+
+def test_a_clock_that_is_ahead_makes_its_peer_depart_early() -> None:
+    recorders = [Recorder(replica) for replica in swarm(3)]
+    simulation = Simulation(toy_config(), recorders, window=2.0)
+    simulation.set_skew(1, 3.0)
+    simulation.run(3)
+    departures = [{q: step for q, step in recorder.departures() if step} for recorder in recorders]
+    assert departures[0] == departures[2] == {0: 20, 1: 25, 2: 30}
+    # 3 of 5 steps early; round 3, at 35, is due to it at 32
+    assert departures[1] == {0: 17, 1: 22, 2: 27, 3: 32}
+    simulation.set_skew(1, 0.0)
+    simulation.run(12)
+    simulation.settle()
+    assert heads_equal(simulation)
+    assert _members(simulation, 11) == {0, 1, 2}
+
+
+class _SpoilsPayloads(Simulation):
+    """What peer 0 contributes to round 4 arrives with a flipped bit."""
+
+    def _push(self, sim: SimPeer, to: bytes, header: Header, data: bytes) -> None:
+        spoiled = Arrival(0.0, flip=77).apply(data) if sim.index == 0 and header.round == 4 else data
+        super()._push(sim, to, header, spoiled)
+
+
+def test_a_payload_with_a_flipped_bit_is_refused() -> None:
+    simulation = _SpoilsPayloads(toy_config(codec="fp32"), swarm(3), window=1.0)
+    simulation.run(12)
+    simulation.settle()
+    assert simulation.refused == [(0, "bytes do not match their digest")] * 2
+    assert heads_equal(simulation)
+    assert _members(simulation, 4) == {1, 2}
+    assert _members(simulation, 8) == {0, 1, 2}
+
+
+def test_a_message_with_a_flipped_bit_does_no_harm() -> None:
+    refused = 0
+    for seed in range(8):
+        network = Network(delay=0.1, encoded=False)
+        simulation = Simulation(toy_config(), swarm(3), network=network, window=1.0, seed=seed)
+        simulation.run(4)
+        network.troubles[seed % 3].corrupt_next = 20
+        simulation.run(24)
+        simulation.settle()
+        assert heads_equal(simulation)
+        assert_one_history(simulation)
+        refused += len(simulation.refused)
+    assert refused > 8
+
+
+def test_a_roster_record_holds_until_it_expires() -> None:
+    simulation = Simulation(toy_config(), swarm(), network=Network(delay=0.1), window=1.0, expiry=12.0)
+    simulation.run(8)
+    simulation.crash(3)
+    simulation.run(16)
+    seconds = [min(over.seconds for _, over in simulation.over if over.round == round) for round in range(7, 16)]
+    # a round takes four messages; whoever is listed is waited for as long as the window, for three rounds of 5 each
+    assert seconds == pytest.approx([0.4, 1.3, 1.3, 1.3, 0.4, 0.4, 0.4, 0.4, 0.4])
+    assert simulation.committed() == set(range(16))
+
+
+def test_clients_are_members_and_never_coordinate() -> None:
+    simulation = Simulation(toy_config(), swarm(), network=Network(delay=0.1), window=1.0, clients=(1,))
+    simulation.run(16)
+    simulation.settle()
+    assert simulation.committed() == set(range(16))
+    coordinators = {o.signed.record.coordinator for o in records(simulation).values()}
+    assert coordinators == {peer_id(0), peer_id(2), peer_id(3)}
+    assert all(1 in _members(simulation, round) for round in range(16))
+
+
+# ---------------------------------------------------------------------- the played network
+
+
+def test_a_line_in_trouble_delays_doubles_loses_and_spoils_what_its_peer_sends() -> None:
+    chance, network = random.Random(0), Network(delay=0.5)
+    assert network.arrivals(0, 1, chance) == [Arrival(0.5)]
+    trouble = network.troubles[0]
+    trouble.slow = 10.0
+    assert [network.arrivals(a, b, chance)[0].delay for a, b in ((0, 1), (1, 0), (1, 2))] == [5.0, 5.0, 0.5]
+    trouble.slow, trouble.duplicate = 1.0, True
+    assert network.arrivals(0, 1, chance) == [Arrival(0.5), Arrival(0.5)]
+    trouble.duplicate, trouble.drop_next = False, 2
+    assert [len(network.arrivals(0, 1, chance)) for _ in range(3)] == [0, 0, 1]
+    trouble.corrupt_next = 1
+    spoiled, whole = (network.arrivals(0, 1, chance)[0].apply(bytes(8)) for _ in range(2))
+    assert bin(int.from_bytes(spoiled, "big")).count("1") == 1
+    assert whole == bytes(8)
+    trouble.reorder = 2.0
+    delays = [network.arrivals(0, 1, chance)[0].delay for _ in range(50)]
+    assert 0.5 <= min(delays) < 1.0 < 2.0 < max(delays) < 2.5
+
+
+def test_sides_are_cut_and_healed() -> None:
+    network = Network(cut={(5, 6)})
+    pairs = network.isolate({0, 1}, {2, 3})
+    assert len(pairs) == 4
+    assert not network.connected(3, 0)
+    assert network.connected(0, 1)
+    network.heal(pairs)
+    assert network.connected(3, 0)
+    assert not network.connected(6, 5)
