@@ -107,7 +107,12 @@ class Desk:
             return [Send(peer, m.Behind(self.r.fragment, self.r.round, self.r.tip))]
         self.gone.discard(peer)
         self.joined[peer] = join
-        return self._maybe_close(now)
+        wait: list[Action] = [self._wait_here(peer)] if self.short and peer != self.r.me else []
+        return wait + self._maybe_close(now)
+
+    def _wait_here(self, peer: bytes) -> Action:
+        """A redirect to this very peer says that it is not silent, only waiting."""
+        return Send(peer, m.Redirect(self.r.fragment, self.r.round, self.r.me))
 
     @property
     def _patience_ends(self) -> float:
@@ -136,7 +141,7 @@ class Desk:
         if not self._quorum(self.joined) and now < self._patience_ends:
             # Others may still wait for a candidate before this one, whom they have not found out to be gone.
             self.close_at, self.short = self._patience_ends, True
-            return []
+            return [self._wait_here(peer) for peer in self.audience]
         if not self._quorum(self.joined):
             here = len([peer for peer in r.tip.electors if peer in self.joined])
             return self.abort(f"no quorum: {here} of {len(r.tip.electors)} electors are here")

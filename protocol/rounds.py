@@ -315,6 +315,9 @@ class Round:
     def _on_redirect(self, peer: bytes, message: m.Redirect, now: float) -> list[Action]:
         if self.phase is not Phase.OPEN:
             return []
+        if message.to == peer:  # it coordinates, and waits for others: it is not silent
+            self._wait_until = max(now, self.departs) + 2 * (self.rules.window + self.rules.margin)
+            return []
         self._tried.append(peer)
         if message.to == self.me:
             return self._next_coordinator(now)
@@ -409,6 +412,8 @@ class Round:
         actions = self.want_state(Basis(members, self.parts.as_parts(digests)))
         if self._desk is not None:
             return actions + self._desk.progressed(now)
+        if self._asks:  # it is given up already
+            return actions
         self._voted = True
         vote = m.Averaged(self.fragment, self.round, self.parts.attempt, digests)
         return [Send(self.coordinator, vote), *actions]
@@ -444,6 +449,8 @@ class Round:
         if self._desk is not None:
             return self._desk.on_have(self.me, have, now)
         assert self.coordinator is not None
+        if self._asks:  # it is given up already: a vote could only stand in the way of another one
+            return []
         self._voted = self._voted or self.parts is None
         return [Send(self.coordinator, have)]
 
