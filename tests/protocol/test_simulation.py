@@ -731,7 +731,7 @@ def test_a_roster_record_holds_until_it_expires() -> None:
     simulation.crash(3)
     simulation.run(16)
     seconds = [min(over.seconds for _, over in simulation.over if over.round == round) for round in range(7, 16)]
-    # a round takes four messages, in parts five; whoever is listed is waited for: one window, in three rounds of 5 each
+    # a round takes four messages, in parts five; whoever is listed is waited for, one window, in three rounds of 5
     assert seconds == pytest.approx([0.5, 1.3, 1.3, 1.3, 0.4, 0.4, 0.4, 0.4, 0.4])
     assert simulation.committed() == set(range(16))
 
