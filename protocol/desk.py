@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from stretto.protocol import messages as m
 from stretto.protocol.actions import Aborted, Action, Basis, Committed, Outrun, PushAverage, Send
-from stretto.protocol.chain import CommitRecord, SignedRecord
+from stretto.protocol.chain import CommitRecord, SignedRecord, Tip
 from stretto.protocol.reduce import ALL_GATHER, MAX_ATTEMPTS, cut_shares
 from stretto.protocol.schedule import next_clock
 
@@ -143,8 +143,9 @@ class Desk:
             self.close_at, self.short = self._patience_ends, True
             return [self._wait_here(peer) for peer in self.audience]
         if not self._quorum(self.joined):
-            here = len([peer for peer in r.tip.electors if peer in self.joined])
-            return self.abort(f"no quorum: {here} of {len(r.tip.electors)} electors are here")
+            electors = self._voting.electors
+            here = len([peer for peer in electors if peer in self.joined])
+            return self.abort(f"no quorum: {here} of {len(electors)} electors are here")
         members = tuple(self.joined[peer].member for peer in sorted(self.joined))
         shares: tuple[m.Share, ...] = ()
         if count > ALL_GATHER:
@@ -166,7 +167,7 @@ class Desk:
         """Keep ``max_group`` members: this peer, a quorum, then whoever came first. The rest hear the outcome."""
         chosen = [self.r.me]
         for peer in self.joined:
-            if peer in self.r.tip.electors and not self._quorum(chosen):
+            if peer in self._voting.electors and not self._quorum(chosen):
                 chosen.append(peer)
         order = list(dict.fromkeys([*chosen, *self.joined]))
         for peer in order[self.r.rules.max_group :]:
@@ -215,9 +216,13 @@ class Desk:
     def _living(self) -> set[bytes]:
         return set(self.joined) - self.gone - self.silent
 
+    @property
+    def _voting(self) -> Tip:
+        """The tip with those who vote on what follows it."""
+        return self.r.tip if self.r.tip.electors else replace(self.r.tip, electors=self.r.elders)
+
     def _quorum(self, peers: Collection[bytes]) -> bool:
-        tip = self.r.tip if self.r.tip.electors else replace(self.r.tip, electors=self.r.elders)
-        return tip.quorum(peers, self.r.resigned)
+        return self._voting.quorum(peers, self.r.resigned)
 
     def _silent(self) -> set[bytes]:
         """At half time: reducers that owe an average and have not even said what they hold."""

@@ -147,7 +147,7 @@ class _Live:
     owners: set[bytes] = field(default_factory=set)
     """Whose contributions are here: each member has one, and cannot fill the memory with more."""
     slices: dict[tuple[bytes, int], bytes] = field(default_factory=dict)
-    """Slices of contributions that are here, by owner and part."""
+    """Slices of the others' contributions that are here, by owner and part."""
     group: bytes | None = None
     """The group that slices belong to."""
     contribution: Contribution | None = None
@@ -333,7 +333,7 @@ class Peer:
         else:
             if push.part not in parts.mine:
                 return f"part {push.part} is not reduced here"
-            if (sender, push.part) in live.slices:
+            if sender == self.me or (sender, push.part) in live.slices:
                 return "already here"
             start, stop = parts.bounds(push.part)
             numel = stop - start
@@ -685,7 +685,8 @@ class Peer:
     def _effects(self, live: _Live, actions: Sequence[Action], now: float) -> list[Effect]:
         effects, self._overtaken = self._overtaken, []
         if live.group != live.round.group_id:
-            live.group, live.slices = live.round.group_id, self._own_slices(live)
+            # A new group has other parts: what is here of the last one's is of no use.
+            live.group, live.slices = live.round.group_id, {}
         for action in actions:
             if isinstance(action, Send):
                 effects.append(action)
@@ -702,15 +703,6 @@ class Peer:
             elif isinstance(action, Finish):
                 effects += self._finish(live, action.outcome, now)
         return effects
-
-    def _own_slices(self, live: _Live) -> dict[tuple[bytes, int], bytes]:
-        """A new group has other parts: what is here of the last one is of no use, the own contribution is."""
-        parts, contribution, numel = live.round.parts, live.contribution, live.round.numel
-        if parts is None or contribution is None:
-            return {}
-        cuts = [parts.bounds(part) for part in range(len(parts.reducers))]
-        cut = self.diloco.codec.cut
-        return {(self.me, part): cut(contribution.payload, numel, *bounds) for part, bounds in enumerate(cuts)}
 
     def _push(self, live: _Live, action: Push) -> PushTo:
         assert live.contribution is not None
@@ -731,7 +723,10 @@ class Peer:
         assert live.round.parts is not None
         assert live.round.group_id is not None
         start, stop = live.round.parts.bounds(action.part)
-        slices = tuple(live.slices[member.peer, action.part] for member in action.members)
+        assert live.contribution is not None
+        mine = self.diloco.codec.cut(live.contribution.payload, live.round.numel, start, stop)
+        others = live.slices
+        slices = tuple(mine if x.peer == self.me else others[x.peer, action.part] for x in action.members)
         return PartWork(live.round.round, live.round.fragment, live.round.group_id, action, slices, stop - start)
 
     def _work(self, live: _Live, basis: Basis) -> Work:

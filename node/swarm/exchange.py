@@ -102,6 +102,8 @@ class Exchange:
         self._trains = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._lost_at: dict[bytes, float] = {}
+        self._taking: set[tuple[bytes, bytes, type, int]] = set()
+        """Bytes of rounds that are being received: from whom, for which group, contribution or average, which part."""
         self._leaving = 0
         """Departures whose contribution is being encoded."""
         self._electors = ElectorWatch(peer.config.group.absence)
@@ -397,8 +399,16 @@ class Exchange:
         while self.peer.early(header) and time.monotonic() < end:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._moved.wait(), 1.0)
-        unwanted = self.peer.wants(sender, header)
-        data = await transfer.take_upload(unwanted, header, reader, writer, self.traffic, lane)
+        # One stream at a time for each: however many offer the same bytes, memory is taken for one of them.
+        what = (sender, header.group, type(header), header.part)
+        unwanted = "already on its way" if what in self._taking else self.peer.wants(sender, header)
+        if unwanted is None:
+            self._taking.add(what)
+        try:
+            data = await transfer.take_upload(unwanted, header, reader, writer, self.traffic, lane)
+        finally:
+            if unwanted is None:
+                self._taking.discard(what)
         if data is None:
             return
         await self._in_thread(self.peer.check, sender, header, data)

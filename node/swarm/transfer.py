@@ -1,8 +1,7 @@
-"""Bulk transfers, one stream each: contributions pushed or fetched, and a fragment's outer state for repair.
+"""Bytes of rounds on bulk streams: contributions, slices and averages, pushed by their owner or fetched by digest.
 
-Every size is known before a byte of memory is taken: a contribution's from the codec and the own fragment, a state's
-from the own fragment. Digests are checked before anybody else sees the bytes: a state's here, a contribution's by the
-caller, in a worker thread.
+Every size is known before a byte of memory is taken: it follows from the codec and the own fragment. Digests are
+checked by the caller, in a worker thread. States and logged commits travel in ``donor`` and ``download``.
 """
 
 from dataclasses import dataclass
