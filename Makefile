@@ -45,7 +45,7 @@ clean: ## remove the virtual environment and everything that was built
 
 # One stamp for all that installation depends on. It is written last: a set-up that broke off is done again.
 # The headers are looked for first, since without them pip fails after minutes, with pages of compiler output.
-$(STAMP): pyproject.toml setup.py constraints.txt protocol/_fp4.c
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard protocol/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "Stretto needs Python 3.10 or newer, and '$(PYTHON)' is not that. Name another: make PYTHON=python3.12" >&2; \
 	  exit 1; }

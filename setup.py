@@ -1,7 +1,7 @@
-"""The one thing that pyproject.toml cannot say yet without a warning: an extension module in C.
+"""The one thing that pyproject.toml cannot say yet without a warning: extension modules in C.
 
-It holds the inner loops of the e3m0 codec. Where it cannot be compiled the installation goes on without it, and numpy
-does the work.
+They hold the inner loops of the codecs and of the outer step. Where they cannot be compiled the installation goes on
+without them, and numpy does the work.
 """
 
 from setuptools import Extension, setup
@@ -9,10 +9,12 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "stretto.protocol._fp4",
-            ["protocol/_fp4.c"],
+            f"stretto.protocol.{name}",
+            [f"protocol/{name}.c"],
+            depends=["protocol/_arrays.h"],
             extra_compile_args=["-O3", "-ffp-contract=off"],
             optional=True,
         )
+        for name in ("_fp4", "_int8", "_outer")
     ]
 )

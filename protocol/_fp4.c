@@ -12,36 +12,13 @@
    array: it never faults.
 
    Only sizes are checked here; dtypes, scale bytes and padding are fp4.py's business. The GIL is released inside the
-   loops. Products and sums must be rounded apart: this file is compiled with -ffp-contract=off. It needs gcc or clang
-   and a little-endian machine; elsewhere the build stops, and the package goes on without this module. */
+   loops. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-#include <string.h>
-#include <sys/mman.h>
+#include "_arrays.h"
 
-#if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "needs gcc or clang and a little-endian machine; numpy serves elsewhere"
-#endif
-
-/* One binary for every x86-64: the loader takes the AVX2 copy of a function where the processor has it. */
-#if defined(__x86_64__) && defined(__GLIBC__) && (!defined(__clang__) || __clang_major__ >= 14)
-#define EVERY_CPU __attribute__((target_clones("avx2", "default")))
-#else
-#define EVERY_CPU
-#endif
-#define INLINE static inline __attribute__((always_inline))
-
-#define BLOCK 256
 #define STRAND 128     /* blocks in a row; the encoder works on two strands in turn */
 #define TOO_BIG 0x7F40 /* upper half of the bits of 1.5 * 2**127; inf and nan lie above */
 #define HALF 0x40      /* the mantissa's highest bit, in an upper half: adding it rounds the exponent to nearest */
-
-/* Loads and stores that may be at an odd address and may look at another type's memory. */
-typedef int32_t bits32 __attribute__((aligned(1), may_alias));
-typedef float float32 __attribute__((aligned(1), may_alias));
-typedef uint16_t pair16 __attribute__((aligned(1), may_alias));
 
 /* Encode one block into its scale byte and 128 code bytes. Returns 0 if a value cannot be held. */
 INLINE int encode_block(const bits32 *restrict x, uint8_t *restrict scale, uint8_t *restrict codes)
@@ -128,14 +105,13 @@ EVERY_CPU static void add(const uint8_t *scales, const uint8_t *codes, float wei
     }
 }
 
-static Py_ssize_t scale_bytes(Py_ssize_t n) { return n / BLOCK + (n % BLOCK != 0); }
 static Py_ssize_t code_bytes(Py_ssize_t n) { return n / 2 + n % 2; }
 
 /* Whether three buffers belong to the same number of values; a ValueError if not. */
 static int fits(const Py_buffer *values, const Py_buffer *scales, const Py_buffer *codes)
 {
     const Py_ssize_t n = values->len / 4;
-    if (values->len % 4 == 0 && scales->len == scale_bytes(n) && codes->len == code_bytes(n))
+    if (values->len % 4 == 0 && scales->len == count_blocks(n) && codes->len == code_bytes(n))
         return 1;
     PyErr_Format(PyExc_ValueError, "%zd bytes of values do not go with %zd scale bytes and %zd code bytes",
                  values->len, scales->len, codes->len);
@@ -160,21 +136,6 @@ static PyObject *encode_into(PyObject *Py_UNUSED(self), PyObject *args)
     return fit ? PyBool_FromLong(good) : NULL;
 }
 
-/* A bytes object to be filled. Fresh memory comes page by page, which takes as long as encoding; large pages help. */
-static PyObject *new_payload(Py_ssize_t size)
-{
-    PyObject *payload = PyBytes_FromStringAndSize(NULL, size);
-#ifdef MADV_HUGEPAGE
-    const uintptr_t page = 1 << 21;
-    if (payload != NULL && size >= 4 << 20) {
-        const uintptr_t start = ((uintptr_t)PyBytes_AS_STRING(payload) + page - 1) / page * page;
-        const uintptr_t end = ((uintptr_t)PyBytes_AS_STRING(payload) + (uintptr_t)size) / page * page;
-        (void)madvise((void *)start, end - start, MADV_HUGEPAGE); /* advice: nothing is lost where it is refused */
-    }
-#endif
-    return payload;
-}
-
 static PyObject *encode_payload(PyObject *Py_UNUSED(self), PyObject *args)
 {
     Py_buffer x;
@@ -182,11 +143,11 @@ static PyObject *encode_payload(PyObject *Py_UNUSED(self), PyObject *args)
     if (!PyArg_ParseTuple(args, "y*:encode", &x))
         return NULL;
     const Py_ssize_t n = x.len / 4;
-    PyObject *payload = new_payload(scale_bytes(n) + code_bytes(n));
+    PyObject *payload = new_payload(count_blocks(n) + code_bytes(n));
     if (payload != NULL) {
         uint8_t *scales = (uint8_t *)PyBytes_AS_STRING(payload);
         Py_BEGIN_ALLOW_THREADS
-        good = encode(x.buf, n, scales, scales + scale_bytes(n));
+        good = encode(x.buf, n, scales, scales + count_blocks(n));
         Py_END_ALLOW_THREADS
         if (!good)
             Py_SETREF(payload, Py_NewRef(Py_None));

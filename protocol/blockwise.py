@@ -23,7 +23,7 @@ This file holds these formats and nothing else. As in ``fp4`` a payload is sized
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,13 @@ from stretto.protocol.fp4 import (
 )
 
 Words: TypeAlias = NDArray[np.uint16]
+
+
+class Kernel(Protocol):
+    """The loops of ``int8`` in C. Arguments have been checked; ``encode`` gives None if a value is not finite."""
+
+    def encode(self, x: Floats, /) -> bytes | None: ...
+    def add_into(self, payload: Bytes, weight: float, out: Floats, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -203,6 +210,8 @@ class Int8(_Blocks):
 
     The scale is that magnitude, rounded to the nearest bf16, ties to even. Codes are ``x / scale * 127`` rounded to
     the nearest whole number, ties to even; what exceeds the scale, which is less than half a step, becomes 127.
+
+    Averages travel in this codec in every round, so its loops also exist in C (``_int8``): ``kernel``.
     """
 
     name = "int8"
@@ -210,10 +219,28 @@ class Int8(_Blocks):
     smallest = 0x0400  # 2**-119: a 127th of it is normal
     largest = 0x7F7F
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: "Kernel | None" = None) -> None:
+        self._kernel = kernel
         code = np.arange(256, dtype=np.uint8).view(np.int8)
         self.table = (code.astype(np.float32) / np.float32(127))[:, None]
         self.table.setflags(write=False)
+
+    def encode(self, x: Floats) -> bytes:
+        """As in every codec."""
+        payload = None
+        if self._kernel is not None:
+            check_values(x, f"the input of codec {self.name}")
+            payload = self._kernel.encode(x)
+        return super().encode(x) if payload is None else payload  # numpy names the value that is not finite
+
+    def decode_add(self, payload: Payload, weight: float, out: Floats) -> None:
+        """As in every codec."""
+        if self._kernel is None:
+            super().decode_add(payload, weight, out)
+            return
+        factor = check_sum(out, weight)
+        self._legal_parts(payload, out.size)
+        self._kernel.add_into(np.frombuffer(payload, dtype=np.uint8), float(factor), out)
 
     def _scales(self, cut: _Cut) -> Words:
         words: Words = np.clip(_nearest(cut.top), self.smallest, self.largest)
@@ -316,6 +343,15 @@ class E1M0(_Blocks):
         codes = (cut.magnitudes >= np.float32(1.5) * scales).view(np.uint8)
         codes |= (cut.values < 0).view(np.uint8) << np.uint8(1)
         return codes
+
+
+def built_kernel() -> Kernel | None:
+    """The loops in C, None if there was no compiler when Stretto was installed."""
+    try:
+        from stretto.protocol import _int8
+    except ImportError:
+        return None
+    return _int8
 
 
 def _floats(words: Words) -> Floats:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.protocol import fp4
-from stretto.protocol.blockwise import E1M0, E2M1, Int8
+from stretto.protocol.blockwise import E1M0, E2M1, Int8, built_kernel
 from stretto.protocol.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from stretto.protocol.fp4 import CHUNK, Floats, Payload, check_cut, check_payload, check_sum, check_values, cut_blocks
 
@@ -184,7 +184,7 @@ class BF16(_Words):
         return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-_ALL: tuple[Codec, ...] = (E3M0(), FP32(), BF16(), Int8(), E2M1(), E1M0())
+_ALL: tuple[Codec, ...] = (E3M0(), FP32(), BF16(), Int8(built_kernel()), E2M1(), E1M0())
 
 CODECS: Mapping[str, Codec] = MappingProxyType({codec.name: codec for codec in _ALL})
 """Every codec by its name."""

@@ -1,9 +1,14 @@
-"""One hash for everything: BLAKE2b with 32 bytes, with a domain word so that no digest can stand in for another."""
+"""Digests of 32 bytes, each under a domain word, so that no digest can stand in for another.
+
+Small things (configs, groups, records) go through BLAKE2b. Tensors and what is encoded from them go through BLAKE3,
+which takes a sixth of the time (0.2 against 1.2 ms per MB): a state's digest is in every round's way.
+"""
 
 import hashlib
 from collections.abc import Iterable
 
 import numpy as np
+from blake3 import blake3
 
 DIGEST_BYTES = 32
 PEER_ID_BYTES = 38
@@ -18,15 +23,23 @@ def digest(domain: str, parts: Iterable[bytes | memoryview]) -> bytes:
     return state.digest()
 
 
-def payload_digest(payload: bytes | memoryview) -> bytes:
+def bulk_digest(domain: str, parts: Iterable[bytes | bytearray | memoryview]) -> bytes:
+    """32-byte BLAKE3 of ``parts``, in its mode for keys that are derived under a context, here ``domain``."""
+    state = blake3(derive_key_context=f"stretto {domain}")
+    for part in parts:
+        state.update(part)
+    return state.digest(DIGEST_BYTES)
+
+
+def payload_digest(payload: bytes | bytearray | memoryview) -> bytes:
     """Digest under which an encoded contribution is announced, checked and fetched."""
-    return digest("payload", [payload])
+    return bulk_digest("payload", [payload])
 
 
 def state_digest(anchor: np.ndarray, momentum: np.ndarray) -> bytes:
     """Digest of a fragment's outer state: anchor and momentum, both (n,) float32, as little-endian bytes."""
     little = np.dtype("<f4")
-    return digest(
+    return bulk_digest(
         "state",
         [np.ascontiguousarray(x, dtype=little).data.cast("B") for x in (anchor, momentum) if x.size],
     )

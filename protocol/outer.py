@@ -7,17 +7,19 @@
 
 Equal inputs must give equal bits on any CPU, since peers compare digests: every product and every sum is rounded on
 its own. numpy's multiply and add are separate operations and are not contracted into fused multiply-add, unlike
-``add_(alpha=...)``, ``addcmul_`` or a fused optimizer. Sums run in the order of peer ids.
+``add_(alpha=...)``, ``addcmul_`` or a fused optimizer. Sums run in the order of peer ids. The Nesterov step also
+exists in C (``_outer``), where it is one pass over memory; it is taken where a compiler was there at installation.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import numpy as np
 
 from stretto.protocol.codecs import Codec
 from stretto.protocol.errors import LocalProtocolError
+from stretto.protocol.fp4 import check_values
 
 Vector = np.ndarray
 """(n,) float32 in host memory: one fragment, flattened."""
@@ -30,6 +32,10 @@ NORM_BOUND = 8
 
 CHUNK = 1 << 16
 """Elements handled at once, so that temporaries stay in a core's own cache; a multiple of the codecs' blocks."""
+
+
+Kernel = Callable[[Vector, Vector, Vector, float, float, Vector, Vector], None]
+"""(anchor, momentum, gradient, lr, mu, new anchor, new momentum); arguments have been checked."""
 
 
 def outer_gradient(anchor: Vector, local: Vector, out: Vector | None = None) -> Vector:
@@ -108,9 +114,25 @@ def nesterov(
     All (n,) float32. lr and momentum_factor are rounded to float32 first. The results are written to ``anchor_out``
     and ``momentum_out`` where given; the latter may be ``gradient`` itself, which saves its memory.
     """
-    rate, mu = np.float32(lr), np.float32(momentum_factor)
     new_anchor = np.empty_like(anchor) if anchor_out is None else anchor_out
     new_momentum = np.empty_like(momentum) if momentum_out is None else momentum_out
+    for array in (anchor, momentum, gradient, new_anchor, new_momentum):
+        check_values(array, "an array of the outer step")
+    _step(anchor, momentum, gradient, lr, momentum_factor, new_anchor, new_momentum)
+    return new_anchor, new_momentum
+
+
+def step_in_numpy(
+    anchor: Vector,
+    momentum: Vector,
+    gradient: Vector,
+    lr: float,
+    factor: float,
+    new_anchor: Vector,
+    new_momentum: Vector,
+) -> None:
+    """The step of ``nesterov`` into given arrays."""
+    rate, mu = np.float32(lr), np.float32(factor)
     for start in range(0, anchor.size, CHUNK):
         part = slice(start, start + CHUNK)
         g = gradient[part]
@@ -121,7 +143,18 @@ def nesterov(
         step *= rate
         new_momentum[part] = b
         np.subtract(anchor[part], step, out=new_anchor[part])
-    return new_anchor, new_momentum
+
+
+def _built() -> Kernel:
+    """The fastest step of this installation."""
+    try:
+        from stretto.protocol import _outer
+    except ImportError:  # there was no compiler when Stretto was installed
+        return step_in_numpy
+    return _outer.nesterov
+
+
+_step = _built()
 
 
 def merge(local: Vector, anchor: Vector, alpha: float) -> Vector:

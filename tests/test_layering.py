@@ -49,6 +49,7 @@ LAZY_EDGES: dict[str, tuple[str, ...]] = {
 # Outside library (its import name) -> the files that may import it; `*` also matches `/`.
 HOMES: dict[str, tuple[str, ...]] = {
     "base58": ("protocol/invite.py", "protocol/peerid.py", "node/swarm/*"),
+    "blake3": ("protocol/digest.py",),
     "cryptography": ("node/swarm/identity.py",),
     "datasets": ("node/data/*",),
     "hivemind": ("node/swarm/*", "node/bench/*"),  # the benchmark times its codecs next to ours

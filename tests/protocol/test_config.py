@@ -197,7 +197,7 @@ def test_any_model_table_survives_toml(fields: dict[str, Any]) -> None:
 
 def test_golden_run_id() -> None:
     # A change here gives every run a new id: peers of older versions will not meet it any more.
-    assert MINIMAL.digest().hex() == "dd7dbaf683dbb1898b2398fb05a6c3bfd7f0237cda6c99716bbb63fc0092c7e6"
+    assert MINIMAL.digest().hex() == "f30a6bc0b9b797136f30b1fb1601cbf8bd88c6faac21a7a3cc59b7c2093fcd3c"
     assert FULL.digest().hex() == "b2c1d06929c96ca389b496d1a122a8fd3656faa3da5634cbc32698601fde1c30"
 
 
@@ -206,7 +206,7 @@ def test_canonical_bytes_do_not_depend_on_the_order_of_keys() -> None:
     assert backwards.canonical() == MINIMAL.canonical()
     start = wire.unpack(MINIMAL.canonical())
     assert list(start) == sorted(start)
-    assert start["protocol"] == 2
+    assert start["protocol"] == 3
 
 
 def test_every_field_changes_the_run_id() -> None:
@@ -255,8 +255,8 @@ def test_a_date_in_the_model_table_is_refused() -> None:
 
 def test_another_protocol_version_is_named_with_the_cure() -> None:
     plain = wire.unpack(MINIMAL.canonical())
-    with pytest.raises(ConfigError, match="the run speaks protocol version 3, this stretto speaks 2: install"):
-        RunConfig.from_canonical(wire.pack({**plain, "protocol": 3}))
+    with pytest.raises(ConfigError, match="the run speaks protocol version 4, this stretto speaks 3: install"):
+        RunConfig.from_canonical(wire.pack({**plain, "protocol": 4}))
     with pytest.raises(ConfigError, match="the run speaks protocol version None"):
         RunConfig.from_canonical(wire.pack([1, 2]))
 

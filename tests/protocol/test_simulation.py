@@ -664,7 +664,7 @@ def test_a_frozen_peer_goes_on_with_all_that_has_queued_up() -> None:
     simulation.run(13)
     sim = simulation.peers[2]
     assert (sim.steps, sim.peer.tips()) == (steps, tips)
-    assert len(sim.backlog) > 5
+    assert sim.backlog
     assert set(range(8, 13)) <= simulation.committed()
     assert 2 not in _members(simulation, 11)
     simulation.thaw(2)

@@ -1,0 +1,6 @@
+"""Types of the optional C extension; see _int8.c and, for what the functions promise, blockwise.py."""
+
+from stretto.protocol.fp4 import Bytes, Floats
+
+def encode(x: Floats, /) -> bytes | None: ...
+def add_into(payload: Bytes, weight: float, out: Floats, /) -> None: ...
