@@ -1,7 +1,8 @@
 """One volunteer's node from start to end: this file puts the parts together and decides nothing that they decide.
 
 Order, each phase with its own message: identity and its lock, port, network daemon, bootstrap peers, run config,
-corpus and model, rehearsal (how fast is this machine?), the swarm's state, training, leaving.
+corpus and model, the last checkpoint, rehearsal (how fast is this machine?), the swarm's state, training, the last
+checkpoint of this life, leaving.
 """
 
 import asyncio
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 
+from stretto.node.checkpoint import Contents
+from stretto.node.checkpoint_files import CheckpointFiles
 from stretto.node.config import NodeConfig, default_data_dir
 from stretto.node.console import Console
 from stretto.node.data.corpus import Corpus
@@ -32,6 +35,7 @@ from stretto.node.parts import (
 )
 from stretto.node.ports import probe_port
 from stretto.node.runfile import check_expected
+from stretto.node.saving import Saver
 from stretto.node.stopping import StopSignal
 from stretto.node.swarm.chainlog import ChainLog
 from stretto.node.swarm.clock import SwarmClock
@@ -42,6 +46,7 @@ from stretto.node.swarm.host import Host, HostConfig, dial_any, socket_dir
 from stretto.node.swarm.identity import Identity, IdentityLock, format_peer_id, load_or_create
 from stretto.node.swarm.known_peers import KnownPeers
 from stretto.node.swarm.line import Line
+from stretto.node.swarm.locks import run_lock
 from stretto.node.swarm.member import Member, Progress
 from stretto.node.swarm.records import SignedRecords, roster_key
 from stretto.node.swarm.roster import Roster
@@ -50,7 +55,7 @@ from stretto.node.swarm.thread import NetworkThread, Stopped
 from stretto.node.swarm.time_keeper import TimeKeeper
 from stretto.node.sync import Sync
 from stretto.node.trainer import StepReport, Trainer, evaluate, make_optimizer
-from stretto.protocol import fp4
+from stretto.protocol import fp4, wire
 from stretto.protocol import messages as m
 from stretto.protocol.config import RunConfig
 from stretto.protocol.errors import ConfigError
@@ -61,6 +66,13 @@ from stretto.protocol.roster import PeerRecord
 VERSION = version("stretto-swarm")
 REHEARSAL = 5
 """Forward and backward passes that measure this machine before the run's clock is set."""
+
+
+LEAVE_SECONDS = 8.0
+"""Longest that leaving may take after that."""
+
+SAVE_SECONDS = 600.0
+"""Longest that the last checkpoint may take after somebody asked this node to stop."""
 
 
 def run_folder(config: NodeConfig, run: bytes) -> Path:
@@ -158,8 +170,10 @@ def run_node(invite_text: str, config: NodeConfig, console: Console, stopping: S
             console.say(run_in_words(run))
             if config.pace:
                 console.say(pace_in_words(config.pace))
-            node = Node.build(run, signed, identity, config, device, network, console)
-            return node.live()
+            folder = run_folder(config, run.digest())
+            folder.mkdir(parents=True, exist_ok=True)
+            with run_lock(folder):
+                return Node.build(run, signed, identity, config, device, network, console).live()
         except Stopped:
             return stopping.exit_code
         finally:
@@ -180,6 +194,7 @@ class Node:
     trainer: Trainer
     sync: Sync
     member: Member
+    saver: Saver
     folder: Path
     first_losses: list[float] = field(default_factory=list)
     last_losses: deque[float] = field(default_factory=lambda: deque(maxlen=10))
@@ -202,7 +217,6 @@ class Node:
     ) -> "Node":
         """Corpus, model, protocol state and network parts for ``run``."""
         folder = run_folder(config, run.digest())
-        folder.mkdir(parents=True, exist_ok=True)
         corpus = open_data(run, config.data_dir)
         console.say(corpus.describe())
         model = build_model(run.model, run.seed, device=device)
@@ -231,7 +245,18 @@ class Node:
             wait=network.stopping.event.wait,
         )
         member = _make_member(run, signed, config, network, peer, sync, metrics, console, folder / "log")
-        return cls(run, config, console, network, metrics, corpus, trainer, sync, member, folder)
+        saver = Saver(
+            CheckpointFiles(folder / "checkpoints", keep=config.checkpoints),
+            every=config.checkpoint_every,
+            run=run.digest(),
+            peer=identity.peer_id_bytes,
+            sync=sync,
+            optimizer=trainer.optimizer,
+            reader=stream.state,
+            tokens=lambda: member.progress.tokens,
+            say=member.say,
+        )
+        return cls(run, config, console, network, metrics, corpus, trainer, sync, member, saver, folder)
 
     # ------------------------------------------------------------------ life
 
@@ -239,6 +264,7 @@ class Node:
         """Enter the swarm, train, leave."""
         call, stopping = self.network.thread.call, self.network.stopping
         progress = self.member.progress
+        resumed = self._resume()
         call(self.member.enter(), stopping=stopping)
         watch = self.network.thread.start(self._watch_daemon())
         try:
@@ -252,10 +278,14 @@ class Node:
                 start_peers=self.config.start_peers,
             )
             call(wait, stopping=stopping)
-            self._take_over_anchors()
+            if resumed is None:
+                self._take_over_anchors()
             progress.state = "training"
             self.network.thread.loop.call_soon_threadsafe(self.member.exchange.begin)
-            self.train()
+            try:
+                self.train()
+            finally:
+                self._save_last()
             return self._end()
         except Stopped:
             return stopping.exit_code
@@ -265,6 +295,25 @@ class Node:
             call(self.member.leave())
             self.metrics.close()
 
+    def _resume(self) -> Contents | None:
+        """Go on from the last checkpoint, if there is one."""
+        contents = self.saver.resume()
+        if contents is not None:
+            self.trainer.stream.restore(wire.unpack(contents.reader))
+            self.member.progress.step, self.member.progress.tokens = contents.step, contents.tokens
+            self.console.say(
+                f"going on from the checkpoint of step {contents.step}: {contents.tokens:,} tokens trained on, "
+                f"fragments at versions {', '.join(str(tip.version) for tip in self.sync.peer.tips())}"
+            )
+        return contents
+
+    def _save_last(self) -> None:
+        """The checkpoint from which the next life goes on; a second signal cuts it short and loses only this one."""
+        self.console.say("writing the last checkpoint")
+        self.network.stopping.grant(SAVE_SECONDS)
+        self.saver.save(wait=True)
+        self.network.stopping.grant(LEAVE_SECONDS)
+
     def train(self) -> None:
         """The inner loop, until the last round is over or somebody stops it."""
         ended, stopping = self.member.exchange.ended, self.network.stopping
@@ -272,6 +321,7 @@ class Node:
         for report in self.trainer.steps(self.swarm_step):
             self._note(report)
             self._evaluate_if_due()
+            self.saver.save_if_due()
             if ended.is_set() or stopping():
                 break
         self.train_seconds = time.monotonic() - began
@@ -338,6 +388,7 @@ class Node:
         if any(state.pending for state in self.sync.peer.diloco.fragments):
             self.sync.ask_reload()
             self.sync.reload_if_asked()
+            self.trainer.begin_anew()
 
     async def _watch_daemon(self) -> None:
         assert self.network.host is not None

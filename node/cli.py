@@ -182,6 +182,10 @@ def join(
     start_peers: Annotated[int | None, typer.Option(help="With --new-run: wait for so many peers.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Stop after so many rounds of the run.")] = None,
     join_timeout: Annotated[float | None, typer.Option(help="Seconds to look for a bootstrap peer.")] = None,
+    checkpoint_every: Annotated[
+        float | None, typer.Option(help="Seconds between two checkpoints; 0 for one at the end only.")
+    ] = None,
+    checkpoints: Annotated[int | None, typer.Option(help="How many checkpoints to keep.")] = None,
     log_budget: Annotated[str | None, typer.Option(help="Disk space for the last commits: 1GB, 0 for none.")] = None,
     seconds_per_status: Annotated[float | None, typer.Option(help="Time between two status lines.")] = None,
     pace: Annotated[float | None, typer.Option(help="For tests: pad each step to so many seconds.")] = None,

@@ -75,6 +75,10 @@ class NodeConfig:
     """Give up after so many seconds without a bootstrap peer; 0 keeps trying."""
     log_budget: str = "1GB"
     """Disk space for the last commits of all fragments, which peers that are behind replay; 0 keeps none."""
+    checkpoint_every: float = 300.0
+    """Seconds between two checkpoints; 0 writes one at the end only."""
+    checkpoints: int = 2
+    """How many checkpoints are kept; the oldest ones go."""
     seconds_per_status: float = 15.0
     """Time between two status lines."""
     pace: float = 0.0
@@ -100,6 +104,8 @@ class NodeConfig:
         check_rate(self.max_upload, "max_upload")
         check_rate(self.max_download, "max_download")
         parse_size("log_budget", self.log_budget)
+        require(self.checkpoint_every >= 0, f"checkpoint_every is {self.checkpoint_every} s, it must not be negative")
+        require(self.checkpoints >= 1, f"checkpoints is {self.checkpoints}, at least 1 must be kept")
         require(0 <= self.pace <= 600, f"pace is {self.pace}, it must be in 0..600 seconds")
         for address in self.announce:
             parts = address.split("/")

@@ -99,6 +99,11 @@ def event_in_words(event: dict[str, Any]) -> str | None:
         return (
             f"contribution of {event['peer']} was scaled by {event['factor']:.3g}: its norm is far above the others'"
         )
+    if kind == "checkpoint":
+        return (
+            f"checkpoint of step {event['step']} written: {event['bytes'] / 1e6:,.1f} MB in {event['seconds']:.1f} s, "
+            f"training waited {event['blocked_seconds']:.2f} s"
+        )
     if kind == "fault":
         return f"WARNING {event.get('peer', '')} {event['what']}".replace("  ", " ")
     return None

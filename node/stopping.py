@@ -11,6 +11,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.event = threading.Event()
         self.exit_code = 0
+        self._watchdog: threading.Timer | None = None
 
     def install(self) -> None:
         """Take the signals; from the main thread."""
@@ -37,10 +38,20 @@ class StopSignal:
 
     def stop(self) -> None:
         """Ask to stop from inside; whatever waits for something dead meanwhile is cut short."""
-        watchdog = threading.Timer(8.0, self._give_up)
-        watchdog.daemon = True
-        watchdog.start()
+        self._watch(8.0)
         self.event.set()
+
+    def grant(self, seconds: float) -> None:
+        """Whoever was asked to stop is listening and works on it: the end at once is put off by ``seconds``."""
+        if self.event.is_set():
+            self._watch(seconds)
+
+    def _watch(self, seconds: float) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._watchdog = threading.Timer(seconds, self._give_up)
+        self._watchdog.daemon = True
+        self._watchdog.start()
 
     def _give_up(self) -> None:
         os._exit(self.exit_code or 143)

@@ -44,6 +44,11 @@ def make_optimizer(model: torch.nn.Module, config: InnerConfig) -> torch.optim.A
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
+FRESH_STEPS = 20
+"""Steps over which the learning rate rises after the inner optimizer began anew in the middle of a run: the second
+moments of AdamW are averages over some steps, and until then single gradients decide over whole updates."""
+
+
 @dataclass(frozen=True)
 class StepReport:
     """One inner step: its number, mean cross-entropy, learning rate, tokens, duration, and the results it merged."""
@@ -72,6 +77,8 @@ class Trainer:
     """Least seconds of forward and backward pass together; 0 does not pad."""
     wait: Callable[[float], object] = time.sleep
     """Waits so many seconds, or less when the node is asked to stop."""
+    fresh: int = FRESH_STEPS
+    """Steps since the optimizer began anew, up to ``FRESH_STEPS``; at the run's own start its schedule warms up."""
 
     def steps(self, swarm_step: Callable[[], float]) -> Iterator[StepReport]:
         """Train for ever; yields after each inner step. ``swarm_step`` tells the swarm's progress."""
@@ -79,7 +86,8 @@ class Trainer:
         self.model.train()
         while True:
             began = time.perf_counter()
-            lr = learning_rate(self.config, swarm_step())
+            lr = learning_rate(self.config, swarm_step()) * min(1.0, (self.fresh + 1) / FRESH_STEPS)
+            self.fresh = min(self.fresh + 1, FRESH_STEPS)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
 
@@ -103,8 +111,13 @@ class Trainer:
             # Finished rounds come back between two steps. Due fragments leave by themselves, see Sync.leave.
             merged = tuple(self.sync.come_back())
             if self.sync.reload_if_asked():
-                self.optimizer.state.clear()
+                self.begin_anew()
             yield StepReport(self.sync.step, loss, lr, tokens, time.perf_counter() - began, merged)
+
+    def begin_anew(self) -> None:
+        """Forget the inner optimizer's state, for weights that it does not belong to, and warm up."""
+        self.optimizer.state.clear()
+        self.fresh = 0
 
     def rehearse(self, count: int) -> float:
         """Seconds of an inner step, from ``count`` forward and backward passes that change nothing.

@@ -155,6 +155,10 @@ class FragmentedModel:
         self.specs = tuple(specs)
         self._parameters = tuple(tuple(parameters[name] for name in spec.names) for spec in specs)
 
+    def parameters(self, p: int) -> dict[str, nn.Parameter]:
+        """The tensors of fragment ``p`` by name, in the order of its spec."""
+        return dict(zip(self.specs[p].names, self._parameters[p], strict=True))
+
     def gather(self, p: int, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
         """Copy fragment ``p`` of the model to the host, as FP32.
 

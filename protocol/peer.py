@@ -28,17 +28,17 @@ from stretto.protocol.actions import (
     Rules,
     Send,
 )
-from stretto.protocol.chain import Member, SignedRecord, Tip, after
+from stretto.protocol.chain import Member, SignedRecord, Tip, after, genesis
 from stretto.protocol.codecs import Codec
 from stretto.protocol.config import RunConfig
-from stretto.protocol.digest import payload_digest
+from stretto.protocol.digest import payload_digest, state_digest
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
 from stretto.protocol.reduce import MAX_ATTEMPTS
 from stretto.protocol.replay import check_records
 from stretto.protocol.rounds import Round, rendezvous_order
 from stretto.protocol.schedule import Clock, follows, fragment_of
 from stretto.protocol.snapshot import check_manifest
-from stretto.protocol.streaming import Contribution, Reduced, StreamingDiLoCo
+from stretto.protocol.streaming import Contribution, FragmentState, Reduced, StreamingDiLoCo
 
 NORM_SLACK = 1.5
 """By how much a codec may enlarge a norm: E3M0 rounds 1.5 up to 2."""
@@ -236,6 +236,34 @@ class Peer:
     def tips(self) -> list[Tip]:
         """The end of each fragment's chain."""
         return [state.tip for state in self.diloco.fragments]
+
+    def restore(self, states: Sequence[FragmentState], clock: Clock | None) -> None:
+        """Begin with states from a checkpoint, one per fragment, instead of the initial ones.
+
+        RemoteProtocolError if one has other bits than its record says, or a record that is not lawful; then nothing
+        has changed.
+        """
+        for fragment, (state, initial) in enumerate(zip(states, self.diloco.fragments, strict=True)):
+            digest = state_digest(state.anchor, state.momentum)
+            if state.record is None:
+                if state.tip != genesis(self.run, fragment, digest) or state.tip != initial.tip:
+                    raise RemoteProtocolError(f"fragment {fragment} begins from other initial weights")
+                continue
+            record = state.record.record
+            if (record.run, record.fragment, record.state) != (self.run, fragment, digest):
+                raise RemoteProtocolError(f"fragment {fragment} has another state than its record says")
+            if state.tip != after(record):
+                raise RemoteProtocolError(f"fragment {fragment} has a record that does not lead to its tip")
+            if not self._verify(record.coordinator, record.signed_bytes(), state.record.signature):
+                raise RemoteProtocolError(f"fragment {fragment} has a record with a wrong signature")
+        self.diloco.fragments = list(states)
+        for state in states:
+            if state.record is not None:
+                self.adopt_clock(state.record.record.clock)
+        if clock is not None and self.clock is None:
+            self.adopt_clock(clock)
+        elif clock is not None:
+            self._hear_clock(clock)
 
     # ------------------------------------------------------------------ rounds
 

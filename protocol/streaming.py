@@ -93,6 +93,8 @@ class FragmentState:
     """The anchor's move in rounds that did not count this peer, not yet added to the local weights."""
     residual: Vector | None = None
     """With error feedback: what the counted contributions lost to the codec, (n,) float32; None stands for zeros."""
+    resumed: bool = False
+    """Whether this is as a checkpoint had it: contributions may have left since then that nobody here remembers."""
     residual_left: Vector | None = None
     """What ``residual`` becomes if the contribution that left last is counted."""
 
@@ -298,9 +300,14 @@ class StreamingDiLoCo:
 
     @staticmethod
     def _counted(state: FragmentState, signed: SignedRecord, me: bytes) -> int | None:
-        """The tokens behind this peer's contribution in a record, None if it counts none of those that left here."""
+        """The tokens behind this peer's contribution in a record, None if it counts none.
+
+        In a state that was just resumed a contribution that is not known left after the checkpoint. It held all the
+        work that is in the local weights, so all of that is counted.
+        """
         mine = [member.payload for member in signed.record.members if member.peer == me]
-        return state.attempts.get(mine[0]) if mine else None
+        unknown = state.tokens if state.resumed and state.tokens else None
+        return state.attempts.get(mine[0], unknown) if mine else None
 
     @staticmethod
     def _wait_for_local(state: FragmentState, old: Vector, counted: int | None) -> None:
@@ -311,4 +318,4 @@ class StreamingDiLoCo:
         else:
             move = state.anchor - old
             state.shift = move if state.shift is None else state.shift + move
-        state.attempts, state.residual_left = {}, None
+        state.attempts, state.residual_left, state.resumed = {}, None, False

@@ -21,19 +21,18 @@ that this place had last, so that a lost key is noticed. This file is the only h
 """
 
 import errno
-import fcntl
 import logging
 import os
 import secrets
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from stretto.node.swarm.locks import ProcessLock
 from stretto.protocol.errors import ConfigError, RemoteProtocolError
 
 logger = logging.getLogger(__name__)
@@ -328,61 +327,19 @@ def _beside(path: Path, ending: str) -> Path:
 # --- the lock -------------------------------------------------------------------------------------------------------
 
 
-class IdentityLock:
+class IdentityLock(ProcessLock):
     """Keeps one identity to one process on this machine: two peers with one id break each other's connections.
 
-    Takes ``flock`` on ``KEY.lock``, where the holder leaves its process id. The kernel releases the lock when the
-    process ends, however it ends, so a stale file never blocks; the file itself stays, because removing it would
-    let two processes hold locks on two files of one name. Links are resolved first, so every path to one key meets
-    the same lock. Use it as a context manager, or call `close`.
+    The lock lies beside the key; links are resolved first, so every path to one key meets the same lock.
     """
 
     def __init__(self, key_path: Path) -> None:
         """Take the lock of the key at ``key_path``, or raise ConfigError that names the file and its holder."""
         self.key_path = key_path.expanduser().resolve()
-        self.path = _beside(self.key_path, ".lock")
-        self._handle: int | None = None
-        try:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise ConfigError(
-                f"The lock {self.path} of the identity key cannot be opened: {error.strerror}. The key's folder must "
-                f"be writable for user id {os.geteuid()}; move the key into such a folder."
-            ) from error
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-        except BlockingIOError as error:
-            holder = _holder(handle)
-            os.close(handle)
-            raise ConfigError(
-                f"The identity key {self.key_path} is in use by {holder} on this machine. One identity is one peer: "
-                "stop that process, or start this one with another identity file."
-            ) from error
-        except OSError as error:
-            os.close(handle)
-            raise ConfigError(
-                f"The lock {self.path} of the identity key is not to be had: {error.strerror}."
-            ) from error
-        self._handle = handle
-
-    def close(self) -> None:
-        """Release the lock. A second call does nothing."""
-        if self._handle is not None:
-            fcntl.flock(self._handle, fcntl.LOCK_UN)
-            os.close(self._handle)
-            self._handle = None
-
-    def __enter__(self) -> "IdentityLock":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _holder(handle: int) -> str:
-    text = os.pread(handle, 32, 0).decode("ascii", "replace").strip()
-    return f"process {text}" if text.isdigit() else "another process"
+        super().__init__(
+            _beside(self.key_path, ".lock"),
+            of="of the identity key",
+            where="The key's folder must be writable for user id {uid}; move the key into such a folder.",
+            busy=f"The identity key {self.key_path} is in use by {{holder}} on this machine. One identity is one "
+            "peer: stop that process, or start this one with another identity file.",
+        )

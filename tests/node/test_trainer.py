@@ -14,7 +14,7 @@ from torch.nn import functional
 from stretto.node.data.stream import TokenStream
 from stretto.node.model import build_model
 from stretto.node.sync import Sync
-from stretto.node.trainer import StepReport, Trainer, evaluate, learning_rate, make_optimizer
+from stretto.node.trainer import FRESH_STEPS, StepReport, Trainer, evaluate, learning_rate, make_optimizer
 from stretto.protocol.actions import Rules
 from stretto.protocol.config import InnerConfig
 from stretto.protocol.fragments import FragmentedModel, split_model
@@ -189,6 +189,19 @@ def test_a_reload_clears_the_optimizer() -> None:
     assert not trainer.optimizer.state
     for fragment, anchor in enumerate(start):
         assert np.array_equal(trainer.sync.model.gather(fragment), anchor)
+
+
+def test_an_optimizer_that_begins_anew_warms_up_over_some_steps() -> None:
+    trainer = make()
+    train(trainer, 1)
+    steady = [trainer.optimizer.param_groups[0]["lr"]]
+    trainer.begin_anew()
+    assert not trainer.optimizer.state
+    rates = []
+    for _ in range(FRESH_STEPS + 1):
+        train(trainer, 1)
+        rates.append(trainer.optimizer.param_groups[0]["lr"] / steady[0])
+    assert rates == pytest.approx([*((step + 1) / FRESH_STEPS for step in range(FRESH_STEPS)), 1.0])
 
 
 # ---------------------------------------------------------------------- pace

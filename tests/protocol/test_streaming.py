@@ -326,6 +326,21 @@ def test_a_record_that_counts_what_never_left_here_is_no_reason_to_merge() -> No
     assert state.shift is not None
 
 
+def test_after_a_resume_a_contribution_of_the_time_since_the_checkpoint_counts_all_the_work_there_is() -> None:
+    diloco = make()
+    diloco.trained(100)
+    state = diloco.fragments[1]
+    state.resumed = True
+    commit(diloco, 1, {A: foreign(diloco, 1, 5)})
+    assert (state.tokens, state.shift, state.resumed) == (0, None, False)
+    assert state.merge_with is state.anchor
+    # the next one is not taken at its word any more
+    diloco.trained(50)
+    commit(diloco, 1, {A: foreign(diloco, 1, 5)})
+    assert state.tokens == 50
+    assert state.shift is not None
+
+
 def test_attempts_from_one_anchor_are_bounded() -> None:
     diloco = make()
     for number in range(MAX_ATTEMPTS + 5):
