@@ -37,6 +37,10 @@ Pattern: TypeAlias = Literal["strided", "sequential"]
 FP32_BYTES = 4
 
 
+PIECE = 1 << 16
+"""Values that a host handles at a time where it needs a temporary: it stays in a core's cache."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FragmentSpec:
     """One fragment: which tensors, in which order, of which shape.
@@ -227,11 +231,7 @@ class FragmentedModel:
             for index, parameter in enumerate(self._parameters[p]):
                 weights = parameter.data.float()  # the very weights where they are FP32
                 if anchors is not None and alpha != 1.0:
-                    target = anchors[index].to(weights.device, non_blocking=True)
-                    if alpha == 0.0:
-                        weights.copy_(target)
-                    else:
-                        weights.mul_(alpha).add_(target * (1.0 - alpha))
+                    _mix(weights, anchors[index].to(weights.device, non_blocking=True), alpha)
                 if shifts is not None:
                     weights.add_(shifts[index].to(weights.device, non_blocking=True))
                 if parameter.dtype != torch.float32:
@@ -256,6 +256,20 @@ class FragmentedModel:
         spec = self.specs[p]
         pieces = flat.split([math.prod(shape) for shape in spec.shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, spec.shapes, strict=True)]
+
+
+def _mix(weights: torch.Tensor, anchor: torch.Tensor, alpha: float) -> None:
+    """weights = alpha * weights + (1 - alpha) * anchor, in place."""
+    if alpha == 0.0:
+        weights.copy_(anchor)
+    elif weights.device.type != "cpu" or not weights.is_contiguous():
+        weights.mul_(alpha).add_(anchor * (1.0 - alpha))
+    else:
+        # In pieces: a temporary as large as the tensor comes page by page, which takes longer than the arithmetic.
+        flat, target = weights.view(-1), anchor.reshape(-1)
+        for start in range(0, flat.numel(), PIECE):
+            part = slice(start, start + PIECE)
+            flat[part].mul_(alpha).add_(target[part] * (1.0 - alpha))
 
 
 def first_not_finite(spec: FragmentSpec, flat: NDArray[np.float32]) -> str | None:
