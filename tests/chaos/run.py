@@ -95,7 +95,7 @@ def main() -> int:
     parser.add_argument("scenario", choices=list(SCENARIOS))
     parser.add_argument("--peers", type=int, default=8, help="of the scenario faults")
     parser.add_argument("--minutes", type=float, default=30.0, help="length; uneven takes half for each of its runs")
-    parser.add_argument("--faults-per-hour", type=float, default=125.0)
+    parser.add_argument("--faults-per-hour", type=float, default=140.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", type=Path, required=True, help="where to write the JSON report")
     parser.add_argument("--keep", action="store_true", help="keep logs and metrics also after a success")

@@ -23,7 +23,7 @@ class Options:
 
     peers: int = 8
     minutes: float = 30.0
-    faults_per_hour: float = 125.0
+    faults_per_hour: float = 140.0
     seed: int = 1
 
 
