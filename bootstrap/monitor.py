@@ -23,8 +23,10 @@ class Monitor:
         if not peers:
             return "serving the run config; no peer is in the run" + _names("left", went)
         agree = "chains agree" if summary["heads_equal"] else "chains differ"
+        units = f", {summary['units_done']} units of data done" if summary["units_done"] else ""
         return (
             f"{summary['peers']} peer(s) training, round {summary['round']}, {summary['commits']} commits, {agree}"
+            + units
             + _names("new", came)
             + _names("left", went)
         )

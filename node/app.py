@@ -6,6 +6,7 @@ checkpoint of this life, leaving.
 """
 
 import asyncio
+import contextlib
 import json
 import time
 from collections import deque
@@ -22,7 +23,9 @@ from stretto.node.checkpoint_files import CheckpointFiles
 from stretto.node.config import NodeConfig, default_data_dir
 from stretto.node.console import Console
 from stretto.node.data.corpus import Corpus
-from stretto.node.data.stream import TokenStream, heldout_batches
+from stretto.node.data.journal import Journal, place
+from stretto.node.data.stream import TokenStream, count_windows, heldout_batches
+from stretto.node.data.units import UnitKeeper
 from stretto.node.events import Narrator, chain_fields, pace_in_words, run_in_words
 from stretto.node.metrics.jsonl import MetricsFile
 from stretto.node.model import build_model, count_parameters
@@ -62,6 +65,8 @@ from stretto.protocol.errors import ConfigError
 from stretto.protocol.invite import Invite
 from stretto.protocol.peer import Peer
 from stretto.protocol.roster import PeerRecord
+from stretto.protocol.unitbook import Bookmark, UnitBook
+from stretto.protocol.units import UnitCut
 
 VERSION = version("stretto-swarm")
 REHEARSAL = 5
@@ -194,6 +199,8 @@ class Node:
     trainer: Trainer
     sync: Sync
     member: Member
+    units: UnitKeeper
+    journal: Journal
     saver: Saver
     folder: Path
     first_losses: list[float] = field(default_factory=list)
@@ -231,7 +238,7 @@ class Node:
         sync = Sync(fragments, peer, tau_max=run.outer.tau_max, fixed_tau=config.tau, encode_on_device=on_device)
         path = f" (the {fp4.path_name()} path on the host)" if run.wire.up == "e3m0" else ""
         console.say(f"contributions are encoded as {run.wire.up} on {device if on_device else 'the host'}{path}")
-        stream = TokenStream(corpus.train, run.data.sequence_length, run.data.seed, identity.peer_id_bytes)
+        stream, units, journal = _make_stream(run, corpus, identity, network, folder)
         trainer = Trainer(
             model=model,
             optimizer=make_optimizer(model, run.inner),
@@ -245,6 +252,12 @@ class Node:
             wait=network.stopping.event.wait,
         )
         member = _make_member(run, signed, config, network, peer, sync, metrics, console, folder / "log")
+
+        def ask() -> None:
+            network.thread.loop.call_soon_threadsafe(member.roster.nudge)
+
+        units.connect(ask=ask, say=member.say)
+        member.units = units
         saver = Saver(
             CheckpointFiles(folder / "checkpoints", keep=config.checkpoints),
             every=config.checkpoint_every,
@@ -252,11 +265,13 @@ class Node:
             peer=identity.peer_id_bytes,
             sync=sync,
             optimizer=trainer.optimizer,
-            reader=stream.state,
+            reader=lambda: wire.encode(stream.state()),
             tokens=lambda: member.progress.tokens,
             say=member.say,
         )
-        return cls(run, config, console, network, metrics, corpus, trainer, sync, member, saver, folder)
+        return cls(
+            run, config, console, network, metrics, corpus, trainer, sync, member, units, journal, saver, folder
+        )
 
     # ------------------------------------------------------------------ life
 
@@ -298,8 +313,13 @@ class Node:
     def _resume(self) -> Contents | None:
         """Go on from the last checkpoint, if there is one."""
         contents = self.saver.resume()
+        saved = None if contents is None else wire.decode(Bookmark, contents.reader)
+        bookmark = place(saved, self.journal.read())
+        if bookmark is not None:
+            self.trainer.stream.restore(bookmark)
+            places = ", ".join(f"unit {claim.unit} at sample {claim.position}" for claim in bookmark.claims)
+            self.console.say(f"the data goes on after {bookmark.samples:,} samples: {places or 'no unit in hand'}")
         if contents is not None:
-            self.trainer.stream.restore(wire.unpack(contents.reader))
             self.member.progress.step, self.member.progress.tokens = contents.step, contents.tokens
             self.console.say(
                 f"going on from the checkpoint of step {contents.step}: {contents.tokens:,} tokens trained on, "
@@ -318,12 +338,13 @@ class Node:
         """The inner loop, until the last round is over or somebody stops it."""
         ended, stopping = self.member.exchange.ended, self.network.stopping
         began = time.monotonic()
-        for report in self.trainer.steps(self.swarm_step):
-            self._note(report)
-            self._evaluate_if_due()
-            self.saver.save_if_due()
-            if ended.is_set() or stopping():
-                break
+        with contextlib.suppress(Stopped):  # asked to stop while it waited for data
+            for report in self.trainer.steps(self.swarm_step):
+                self._note(report)
+                self._evaluate_if_due()
+                self.saver.save_if_due()
+                if ended.is_set() or stopping():
+                    break
         self.train_seconds = time.monotonic() - began
         self.trainer.sync.come_back()
 
@@ -353,6 +374,7 @@ class Node:
                 "lr": report.lr,
                 "tokens": report.tokens,
                 "seconds": round(report.seconds, 5),
+                "samples": [[span.unit, span.first, span.last] for span in report.samples],
             }
         )
         for merged in report.merged:
@@ -429,6 +451,7 @@ class Node:
         isolated = self.member.isolated
         alone = "" if peers else "; alone, no other peer is in sight"
         alone = f"; no peers for {isolated:.0f} s" if isolated else alone
+        swarm = self.units.waiting_for or swarm
         return (
             f"{'isolated, ' if isolated else ''}training: step {progress.step}, loss {progress.loss:.3f}, "
             f"{rate * self.run.inner.tokens_per_step:,.0f} tokens/s, tau {progress.tau}, {peers} other peer(s), "
@@ -470,8 +493,22 @@ class Node:
             "tau": max(set(self.taus), key=self.taus.count) if self.taus else None,
             "taus": self.taus,
             "late_merges": self.late_merges,
+            **self.units.report(),
             "wall_seconds": time.monotonic() - self.started,
         }
+
+
+def _make_stream(
+    run: RunConfig, corpus: Corpus, identity: Identity, network: Network, folder: Path
+) -> tuple[TokenStream, UnitKeeper, Journal]:
+    """The reader, this node's units, and the journal of its place in them."""
+    data = run.data
+    cut = UnitCut(count_windows(corpus.train, data.sequence_length, "training"), data.unit_sequences)
+    journal = Journal(folder / "data.json", cut, network.console.say)
+    book = UnitBook(identity.peer_id_bytes, cut)
+    units = UnitKeeper(book, now=network.clock.now, stopping=network.stopping, journal=journal)
+    stream = TokenStream(corpus.train, data.sequence_length, data.seed, unit_sequences=cut.length, units=units)
+    return stream, units, journal
 
 
 def _make_member(
@@ -494,6 +531,8 @@ def _make_member(
 
     def say(event: dict[str, Any]) -> None:
         metrics.write(event | chain_fields(event, peer.diloco.fragments))
+        if event["event"] == "round" and event.get("counted") and member is not None and member.units is not None:
+            member.units.contribution_counted()
         text = narrator.line(event, time.monotonic())
         if text:
             console.say(text)

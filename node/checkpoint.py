@@ -63,7 +63,7 @@ class FragmentEntry:
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything that is not a tensor. ``reader`` is msgpack of the data reader's state."""
+    """Everything that is not a tensor. ``reader`` is the data reader's state."""
 
     format: int
     run: bytes
@@ -93,15 +93,15 @@ class Captured:
 
 
 def capture(
-    sync: Sync, optimizer: torch.optim.Optimizer, *, run: bytes, peer: bytes, tokens: int, reader: Any
+    sync: Sync, optimizer: torch.optim.Optimizer, *, run: bytes, peer: bytes, tokens: int, reader: bytes
 ) -> Captured:
-    """The state between two inner steps; from the training thread. ``reader`` is plain values."""
+    """The state between two inner steps; from the training thread. ``reader`` is the data reader's, as it likes."""
     with sync.step_lock, sync.outer_lock:
         states = sync.peer.diloco.fragments
         entries = tuple(_entry(state) for state in states)
         arrays = [_arrays(state) for state in states]
         clock, step = sync.peer.clock, sync.step
-    contents = Contents(FORMAT, run, peer, step, tokens, clock, wire.pack(reader), entries)
+    contents = Contents(FORMAT, run, peer, step, tokens, clock, reader, entries)
     weights = [sync.model.parameters(index) for index in range(len(arrays))]
     shared: list[Write] = [
         (f"shared-{index:04}.safetensors", partial(_write_arrays, found)) for index, found in enumerate(arrays)

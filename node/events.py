@@ -7,6 +7,13 @@ from stretto.node.swarm.identity import format_peer_id
 from stretto.protocol.config import RunConfig
 from stretto.protocol.streaming import FragmentState
 
+UNIT_WORDS = {
+    "taken over": "taken over from a peer that is gone, or from this one's earlier life",
+    "given up": "given up, another peer has the better claim",
+    "unsure": "used without being held, since the roster does not take this peer's record",
+}
+"""What of the work units is worth a line; the metrics file has all of it."""
+
 
 def run_in_words(run: RunConfig) -> str:
     """The run's settings in one line."""
@@ -95,6 +102,8 @@ def event_in_words(event: dict[str, Any]) -> str | None:
         return f"repair of fragment {event['fragment']}: {event['state']} ({why})"
     if kind == "merge" and event["late"]:
         return f"result of fragment {event['fragment']} came late, {event['tau']} steps after its snapshot; merged now"
+    if kind == "unit" and event["what"] in UNIT_WORDS:
+        return f"work unit {event['unit']}: {UNIT_WORDS[event['what']]} (position {event['position']})"
     if kind == "clip":
         return (
             f"contribution of {event['peer']} was scaled by {event['factor']:.3g}: its norm is far above the others'"

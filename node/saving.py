@@ -32,7 +32,7 @@ class Saver:
         peer: bytes,
         sync: Sync,
         optimizer: torch.optim.Optimizer,
-        reader: Callable[[], Any],
+        reader: Callable[[], bytes],
         tokens: Callable[[], int],
         say: Callable[[dict[str, Any]], None],
         clock: Callable[[], float] = time.monotonic,

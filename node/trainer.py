@@ -18,8 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from stretto.node.data.stream import TokenStream
+from stretto.node.data.units import Span
 from stretto.node.model import loss_fn
 from stretto.node.sync import Merged, Sync
 from stretto.protocol.config import InnerConfig
@@ -51,7 +53,7 @@ moments of AdamW are averages over some steps, and until then single gradients d
 
 @dataclass(frozen=True)
 class StepReport:
-    """One inner step: its number, mean cross-entropy, learning rate, tokens, duration, and the results it merged."""
+    """One inner step: its number, mean cross-entropy, learning rate, tokens, duration, what it merged and read."""
 
     step: int
     loss: float
@@ -59,6 +61,7 @@ class StepReport:
     tokens: int
     seconds: float
     merged: tuple[Merged, ...]
+    samples: tuple[Span, ...]
 
 
 @dataclass
@@ -85,6 +88,8 @@ class Trainer:
         sequences = self.config.tokens_per_step // self.sequence_length
         self.model.train()
         while True:
+            # Between two steps, so that a wait for data is neither in a step's time nor in this machine's rate.
+            self.sync.blocked_seconds += self.stream.reserve(sequences)
             began = time.perf_counter()
             lr = learning_rate(self.config, swarm_step()) * min(1.0, (self.fresh + 1) / FRESH_STEPS)
             self.fresh = min(self.fresh + 1, FRESH_STEPS)
@@ -95,7 +100,7 @@ class Trainer:
             loss = 0.0
             for first in range(0, sequences, self.micro_batch):
                 count = min(self.micro_batch, sequences - first)
-                total, cross_entropy = loss_fn(self.model, self._batch(count), self.config.z_loss)
+                total, cross_entropy = loss_fn(self.model, self._batch(self.stream.next(count)), self.config.z_loss)
                 (total * (count / sequences)).backward()
                 loss += cross_entropy.item() * count / sequences  # waits for the device
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
@@ -107,12 +112,13 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             tokens = sequences * self.sequence_length
             self.sync.release_step(tokens, time.perf_counter() - began)
+            samples = tuple(self.stream.consumed())
 
             # Finished rounds come back between two steps. Due fragments leave by themselves, see Sync.leave.
             merged = tuple(self.sync.come_back())
             if self.sync.reload_if_asked():
                 self.begin_anew()
-            yield StepReport(self.sync.step, loss, lr, tokens, time.perf_counter() - began, merged)
+            yield StepReport(self.sync.step, loss, lr, tokens, time.perf_counter() - began, merged, samples)
 
     def begin_anew(self) -> None:
         """Forget the inner optimizer's state, for weights that it does not belong to, and warm up."""
@@ -125,18 +131,17 @@ class Trainer:
         A pace counts as if it had been waited for.
         """
         sequences = self.config.tokens_per_step // self.sequence_length
-        position = self.stream.state()
         self.model.train()
         times = []
         for _ in range(count):
             began = time.perf_counter()
             for first in range(0, sequences, self.micro_batch):
                 size = min(self.micro_batch, sequences - first)
-                total, _cross_entropy = loss_fn(self.model, self._batch(size), self.config.z_loss)
+                batch = self._batch(self.stream.rehearsal(size))
+                total, _cross_entropy = loss_fn(self.model, batch, self.config.z_loss)
                 total.backward()
             self.optimizer.zero_grad(set_to_none=True)
             times.append(time.perf_counter() - began)
-        self.stream.restore(position)
         return max(self.pace, float(np.median(times)))
 
     def _pad(self, began: float) -> None:
@@ -145,8 +150,8 @@ class Trainer:
         if left > 0:
             self.wait(left)
 
-    def _batch(self, count: int) -> torch.Tensor:
-        return torch.from_numpy(self.stream.next(count)).to(self.device)
+    def _batch(self, windows: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(windows).to(self.device)
 
 
 @torch.no_grad()

@@ -168,17 +168,29 @@ class Tip:
     tokens_total: int
     electors: tuple[bytes, ...] = field(default=())
     """Peers of whom a quorum must be counted in the next commit, in peer-id order; empty before the first."""
+    tokens_before: int = 0
+    """``tokens_total`` without the last commit."""
 
     def __post_init__(self) -> None:
         check_digest("head", self.head)
-        for name in ("fragment", "version", "tokens_total"):
+        for name in ("fragment", "version", "tokens_total", "tokens_before"):
             check_count(name, getattr(self, name))
         if self.electors:
             check_order("electors", self.electors)
 
     def beats(self, other: "Tip") -> bool:
-        """Fork choice: more committed tokens, then more commits, then the larger hash."""
-        return (self.tokens_total, self.version, self.head) > (other.tokens_total, other.version, other.head)
+        """Fork choice: ``weight``, then the larger hash."""
+        return (self.weight, self.head) > (other.weight, other.head)
+
+    @property
+    def weight(self) -> tuple[int, int, int]:
+        """More committed tokens before the last commit, then more in all, then more commits.
+
+        A commit is beyond doubt once another one was built on it. The last one may be a decision that nobody but its
+        coordinator heard, which was cut off or frozen just then; however many tokens it counts, it must not outweigh
+        what all others have built meanwhile.
+        """
+        return self.tokens_before, self.tokens_total, self.version
 
     def quorum(self, peers: Collection[bytes], resigned: Collection[bytes] = ()) -> bool:
         """Dynamic voting: whether ``peers`` may commit the next record.
@@ -209,6 +221,7 @@ def after(record: CommitRecord) -> Tip:
         head=record.head(),
         tokens_total=record.tokens_total,
         electors=record.electors,
+        tokens_before=max(0, record.tokens_total - sum(member.tokens for member in record.members)),
     )
 
 

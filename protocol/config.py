@@ -24,6 +24,7 @@ from stretto.protocol.codecs import CODECS
 from stretto.protocol.digest import digest
 from stretto.protocol.errors import ConfigError
 from stretto.protocol.messages import PROTOCOL_VERSION
+from stretto.protocol.units import MAX_UNIT_SEQUENCES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -49,7 +50,10 @@ class DataConfig:
     sequence_length: int = 128
     """Tokens per training sequence."""
     seed: int = 0
-    """Seed of the order in which peers read."""
+    """Seed of the order in which the swarm reads."""
+    unit_sequences: int = 512
+    """Training sequences in a work unit, the piece of data that one peer takes at a time: more than a fast peer trains
+    on in some seconds, since each new one costs a look at the roster. So many at most are read twice after a crash."""
     fingerprint: str = ""
     """Hex digest of the corpus, so that peers with another one are told; empty accepts any."""
     tokenizer_digest: str = ""
@@ -58,6 +62,10 @@ class DataConfig:
     def __post_init__(self) -> None:
         _require(self.sequence_length >= 1, f"data.sequence_length is {self.sequence_length}, it must be at least 1")
         _require(0 <= self.seed < 2**63, f"data.seed is {self.seed}, it must be in 0..2^63 - 1")
+        _require(
+            1 <= self.unit_sequences <= MAX_UNIT_SEQUENCES,
+            f"data.unit_sequences is {self.unit_sequences}, it must be in 1..{MAX_UNIT_SEQUENCES}",
+        )
         _require(bool(self.source), "data.source is empty; write stdlib or text:PATH")
 
 

@@ -607,21 +607,20 @@ class Peer:
         if origin is not None and not better:
             self._no_better.add((fragment, *origin))
 
-    def hear(self, source: bytes, clock: Clock | None, versions: Sequence[int], tokens: Sequence[int]) -> list[Effect]:
-        """What another peer says of itself outside rounds: its clock, version and tokens of each fragment's chain.
+    def hear(self, source: bytes, clock: Clock | None, weights: Sequence[tuple[int, int, int]]) -> list[Effect]:
+        """What another peer says of itself outside rounds: its clock, and the ``Tip.weight`` of each fragment's chain.
 
-        Tokens come first, as in ``Tip.beats``: of two branches of a fork the longer one may be the worse one, and a
-        peer on the better one that heard of versions only would download a state that it then cannot adopt.
+        Not versions alone: of two branches of a fork the longer one may be the worse one, and a peer on the better one
+        that heard of versions only would download a state that it then cannot adopt.
         """
         if clock is not None:
             self._hear_clock(clock)
         going = {live.round.fragment for live in self._live.values() if not live.over}
         effects: list[Effect] = []
-        for fragment, (state, version) in enumerate(zip(self.diloco.fragments, versions, strict=False)):
-            tip = state.tip
-            better = (tokens[fragment], version) > (tip.tokens_total, tip.version)
-            if better and fragment not in going:
-                why = f"version {tip.version} here, {version} there"
+        for fragment, (state, weight) in enumerate(zip(self.diloco.fragments, weights, strict=False)):
+            version = weight[-1]
+            if weight > state.tip.weight and fragment not in going:
+                why = f"version {state.tip.version} here, {version} there"
                 effects += self._repair(fragment, source, version, why)
         return effects
 

@@ -5,14 +5,16 @@ are adopted from it and repairs begun because of it, but no state is.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from stretto.protocol import wire
 from stretto.protocol.chain import check_count
 from stretto.protocol.digest import check_digest
 from stretto.protocol.schedule import Clock
+from stretto.protocol.units import DataWord
 
-MAX_RECORD = 4096
-"""Largest record in bytes."""
+MAX_RECORD = 6144
+"""Largest record in bytes. Every field at its limit at once would be more; ``fitted`` says what gives way."""
 
 STATES = ("joining", "ready", "training", "finished", "leaving")
 
@@ -21,9 +23,10 @@ STATES = ("joining", "ready", "training", "finished", "leaving")
 class PeerRecord:
     """One peer: where it is, what it does, how far it is.
 
-    ``rate`` is in inner steps per second (0 before it is known), ``versions`` counts commits per fragment and
-    ``chain_tokens`` the tokens in their chains, ``heads`` is one digest over all chain heads, ``tau`` the overlap in
-    inner steps, ``loss`` the latest training loss.
+    ``rate`` is in inner steps per second (0 before it is known), ``versions`` counts commits per fragment,
+    ``chain_tokens`` the tokens in their chains and ``last_tokens`` those of the last commits, ``heads`` is one digest
+    over all chain heads, ``tau`` the overlap in inner steps, ``loss`` the latest training loss, ``data`` the work units
+    that it has and those that it knows of.
     """
 
     version: str
@@ -38,7 +41,9 @@ class PeerRecord:
     clock: Clock | None
     versions: tuple[int, ...]
     chain_tokens: tuple[int, ...]
+    last_tokens: tuple[int, ...]
     heads: bytes
+    data: DataWord = field(default_factory=DataWord)
 
     def __post_init__(self) -> None:
         if len(self.version) > 32 or self.state not in STATES:
@@ -47,8 +52,25 @@ class PeerRecord:
             raise ValueError("too many or too long addresses")
         if not (math.isfinite(self.rate) and self.rate >= 0):
             raise ValueError("rate is not a rate")
-        if len(self.versions) > 256 or len(self.chain_tokens) != len(self.versions):
+        if len(self.versions) > 256 or {len(self.chain_tokens), len(self.last_tokens)} != {len(self.versions)}:
             raise ValueError("too many fragments, or not as many token counts as versions")
-        for value in (self.step, self.tau, self.tokens, *self.versions, *self.chain_tokens):
+        for value in (self.step, self.tau, self.tokens, *self.versions, *self.chain_tokens, *self.last_tokens):
             check_count("counter", value)
         check_digest("heads", self.heads)
+
+    def weights(self) -> list[tuple[int, int, int]]:
+        """The ``Tip.weight`` of each fragment's chain, as this peer says."""
+        rows = zip(self.versions, self.chain_tokens, self.last_tokens, strict=True)
+        return [(tokens - last, tokens, version) for version, tokens, last in rows]
+
+
+def fitted(record: PeerRecord) -> PeerRecord:
+    """``record``, with as many of its addresses as fit into ``MAX_RECORD``, the first ones.
+
+    What a peer says of the data takes at most 455 bytes, a fragment 3 to 27 for its version and tokens, an address up
+    to 303, all else 160. So there is room for three addresses of any length with 170 fragments of any age, and for
+    seven with 256 fragments whose chains have fewer than 65,536 commits and 2^32 tokens each.
+    """
+    while record.addresses and len(wire.encode(record)) > MAX_RECORD:
+        record = replace(record, addresses=record.addresses[:-1])
+    return record

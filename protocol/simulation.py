@@ -300,9 +300,8 @@ class Simulation:
         self._at(self.now + self.clock().interval, 1, self._gossip)
 
     def _hear(self, sim: SimPeer, other: SimPeer) -> None:
-        tips = other.peer.tips()
-        versions, tokens = [tip.version for tip in tips], [tip.tokens_total for tip in tips]
-        self._carry_out(sim, sim.peer.hear(other.peer.me, other.peer.clock, versions, tokens))
+        weights = [tip.weight for tip in other.peer.tips()]
+        self._carry_out(sim, sim.peer.hear(other.peer.me, other.peer.clock, weights))
 
     def _join_run(self, sim: SimPeer, targets: dict[int, int]) -> None:
         """As a node that starts: until it has a clock, and of each fragment the version that others had at first."""

@@ -75,7 +75,8 @@ class Stage:
         self.specs = split_model(model, count=self.run.outer.fragments, pattern="strided")
         self.fragments = FragmentedModel(model, self.specs)
         tokens = np.random.default_rng(0).integers(0, 8192, 400_000, dtype=np.uint16)
-        stream = TokenStream(tokens, self.run.data.sequence_length, 0, _peer(0))
+        data = self.run.data
+        stream = TokenStream(tokens, data.sequence_length, 0, unit_sequences=data.unit_sequences)
         self.peer = self._peer()
         tau = self.run.outer.tau_max
         on_device = device.type == "cuda"

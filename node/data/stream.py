@@ -1,18 +1,18 @@
-"""This peer's own order of reading the training tokens.
+"""The training windows of the units that this peer holds, in the order that all peers share.
 
 Windows. Window w of n = (count - 1) // T covers tokens w T .. w T + T: T inputs and, one further, T targets. Inputs of
 different windows do not overlap; neighbours share one token, the target of one being the first input of the next.
 
-Order. Each reader goes through all n windows in its own pseudo-random order, epoch after epoch, with no list of them
-in memory: the k-th window of an epoch is E(k), where E is a permutation of 0..n-1 keyed by BLAKE2b(seed, epoch,
-reader). E is a balanced Feistel network (Luby and Rackoff, SIAM J. Comput. 17(2), 1988) of eight rounds over the next
-power of four, walked until it lands below n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002);
-its round function is the 64-bit finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). Integers only, hence the
-same order on every machine and with every version of NumPy.
+Order. In every epoch the n windows come in a pseudo-random order that is the same for all peers, with no list of them
+in memory: the k-th window of an epoch is E(k), where E is a permutation of 0..n-1 keyed by BLAKE2b(seed, epoch). The
+peers share it out in work units of consecutive places (``stretto.protocol.units``), so that each window is read once
+an epoch by the swarm, not by each peer. E is a balanced Feistel network (Luby and Rackoff, SIAM J. Comput. 17(2),
+1988) of eight rounds over the next power of four, walked until it lands below n (Black and Rogaway, "Ciphers with
+Arbitrary Finite Domains", CT-RSA 2002); its round function is the 64-bit finalizer of SplitMix64 (Steele, Lea and
+Flood, OOPSLA 2014). Integers only, hence the same order on every machine and with every version of NumPy.
 
-State. One integer, the number of windows taken: a reader restored to it goes on with exactly the windows that would
-have come. Different readers draw without knowing of each other, so two peers meet the same window as often as chance
-has it, but never walk the same path.
+State. Which units, and how far in each: it lies with the units' source. A batch counts when ``consumed`` says that the
+inner step that used it is done; a batch that was drawn and not trained on comes again.
 """
 
 from collections.abc import Iterator
@@ -22,54 +22,81 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.node.data.tokenizer import Tokens
+from stretto.node.data.units import Span, UnitSource, local_units
 from stretto.protocol.errors import ConfigError
+from stretto.protocol.unitbook import Bookmark
+from stretto.protocol.units import UnitCut
 
 ROUNDS = 8
 
 
 class TokenStream:
-    """Endless batches of training windows for one reader; see the top of the file.
+    """Endless batches of training windows; see the top of the file.
 
-    tokens: (count,) uint16 or int32. seq_len: T, tokens. seed: of the run, 0 .. 2^64 - 1. reader: the peer's id.
+    tokens: (count,) uint16 or int32. seq_len: T, tokens. seed: of the run, 0 .. 2^64 - 1. unit_sequences: windows in a
+    work unit. units: where the units come from; without it this reader is alone and has them all.
     Raises ConfigError when the tokens do not fill one window.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int, seed: int, reader: bytes) -> None:
+    def __init__(
+        self, tokens: Tokens, seq_len: int, seed: int, *, unit_sequences: int, units: UnitSource | None = None
+    ) -> None:
         self.tokens = tokens
         self.seq_len = seq_len
         self.windows = count_windows(tokens, seq_len, "training")
+        self.cut = UnitCut(self.windows, unit_sequences)
+        self.units = units if units is not None else local_units(self.windows, unit_sequences)
         self._key_prefix = seed.to_bytes(8, "little")
-        self._reader = reader
-        self._position = 0
+        self._drawn: list[Span] = []
+
+    def reserve(self, count: int) -> float:
+        """Before an inner step: wait until units with ``count`` windows are held; the seconds waited, mostly 0."""
+        return self.units.reserve(count)
 
     def next(self, batch: int) -> NDArray[np.int64]:
         """Take the next ``batch`` windows: (batch, seq_len + 1) int64."""
         assert batch >= 1, f"a batch has at least one window, not {batch}"
-        positions = np.arange(self._position, self._position + batch, dtype=np.uint64)
-        epochs, places = np.divmod(positions, np.uint64(self.windows))
-        chosen = np.empty(batch, dtype=np.int64)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            chosen[here] = permute(places[here], self.windows, self._keys(int(epoch)))
-        self._position += batch
-        return gather_windows(self.tokens, chosen, self.seq_len)
+        spans = self.units.draw(batch)
+        self._drawn += spans
+        return gather_windows(self.tokens, np.concatenate([self._windows(span) for span in spans]), self.seq_len)
 
-    def state(self) -> int:
-        """Return the number of windows taken so far."""
-        return self._position
+    def consumed(self) -> list[Span]:
+        """After an inner step: what was drawn for it has been trained on. Returns that, neighbours joined."""
+        spans: list[Span] = []
+        for span in self._drawn:
+            if spans and (spans[-1].unit, spans[-1].last) == (span.unit, span.first):
+                span = Span(span.unit, spans.pop().first, span.last)
+            spans.append(span)
+        self._drawn = []
+        self.units.consumed(spans)
+        return spans
 
-    def restore(self, position: int) -> None:
-        """Go on as if ``position`` windows had been taken. Raises ConfigError for a number that no state() gives."""
-        if not 0 <= position < 1 << 62:
-            raise ConfigError(
-                f"A saved data position of {position} windows is impossible; the checkpoint it comes from is damaged. "
-                "Use an older checkpoint."
-            )
-        self._position = position
+    def dropped(self) -> None:
+        """What was drawn since the last step was not trained on, and comes again."""
+        self._drawn = []
+        self.units.dropped()
+
+    def rehearsal(self, batch: int) -> NDArray[np.int64]:
+        """Windows to try the machine with, which count for nothing: (batch, seq_len + 1) int64."""
+        return gather_windows(self.tokens, np.arange(batch, dtype=np.int64) % self.windows, self.seq_len)
+
+    def state(self) -> Bookmark:
+        """The place in the data after the last consumed step."""
+        return self.units.state()
+
+    def restore(self, bookmark: Bookmark) -> None:
+        """Go on from a state, before anything was drawn."""
+        self.units.restore(bookmark)
+
+    def _windows(self, span: Span) -> NDArray[np.int64]:
+        """The windows of a span: (last - first,) int64."""
+        epoch, start = self.cut.place(span.unit)
+        places = np.arange(start + span.first, start + span.last, dtype=np.uint64)
+        return permute(places, self.windows, self._keys(epoch))
 
     def _keys(self, epoch: int) -> NDArray[np.uint64]:
         """Derive the (ROUNDS,) round keys of one epoch."""
-        text = self._key_prefix + epoch.to_bytes(8, "little") + self._reader
+        text = self._key_prefix + epoch.to_bytes(8, "little")
         digest = blake2b(text, digest_size=8 * ROUNDS, person=b"stretto-stream").digest()
         return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 

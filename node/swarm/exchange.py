@@ -303,7 +303,7 @@ class Exchange:
     def _words(self, fragment: int) -> list[Word]:
         """What the other peers say of their chain of ``fragment``."""
         return [
-            Word(peer=peer, version=record.versions[fragment], tokens=record.chain_tokens[fragment])
+            Word(peer=peer, weight=record.weights()[fragment])
             for peer, record in self.roster.peers.items()
             if fragment < len(record.versions) and record.state != "joining" and not self.is_lost(peer)
         ]
@@ -465,7 +465,7 @@ class Exchange:
                 self.peer.adopt_first_clock(list(clocks.values()))
                 for peer, record in self.roster.peers.items():
                     if record.versions and record.state != "joining":
-                        effects += self.peer.hear(peer, clocks.get(peer), record.versions, record.chain_tokens)
+                        effects += self.peer.hear(peer, clocks.get(peer), record.weights())
             if self.peer.clock is not None:
                 self._clock_set.set()
             self._perform(effects)

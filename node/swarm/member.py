@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from stretto.node.data.units import UnitKeeper
 from stretto.node.swarm.exchange import Exchange
 from stretto.node.swarm.host import Host, dial_all
 from stretto.node.swarm.isolation import Isolation, Unanswered
@@ -17,6 +18,11 @@ from stretto.protocol.digest import digest
 from stretto.protocol.peer import Peer
 from stretto.protocol.roster import PeerRecord
 from stretto.protocol.schedule import first_clock
+from stretto.protocol.unitbook import Heard
+from stretto.protocol.units import DataWord
+
+AWAY = ("finished", "leaving")
+"""States in which a peer trains no more: others may take its units."""
 
 LINGER = 15.0
 """Seconds that a finished peer stays to serve those who still fetch."""
@@ -51,6 +57,8 @@ class Member:
     """What ``await_start`` or ``linger`` waits for, in words."""
     isolation: Isolation = field(default_factory=Isolation)
     unanswered: Unanswered = field(default_factory=Unanswered)
+    units: UnitKeeper | None = None
+    """This node's share of the data; None where nothing is trained on."""
     _dialled: str = ""
     """What the last dialling came to, in words."""
     _tasks: list["asyncio.Task[None]"] = field(default_factory=list)
@@ -59,6 +67,7 @@ class Member:
         """Begin to answer peers and to keep the roster."""
         self.time.trainers = lambda: list(self.roster.peers)
         self.time.say = self.say
+        self.roster.heard = self._hear_units
         await self.exchange.start()
         loop = asyncio.get_running_loop()
         work = (self.roster.keep(), self._keep_time(), self._stay_connected(), self._watch_twin())
@@ -151,8 +160,31 @@ class Member:
             clock=peer.clock,
             versions=tuple(tip.version for tip in tips),
             chain_tokens=tuple(tip.tokens_total for tip in tips),
+            last_tokens=tuple(tip.tokens_total - tip.tokens_before for tip in tips),
             heads=digest("heads", [tip.head for tip in tips]),
+            data=self._data_word(),
         )
+
+    def _data_word(self) -> DataWord:
+        if self.units is None:
+            return DataWord()
+        state = self.progress.state
+        return self.units.word(active=state in ("ready", "training"), clean=state in AWAY)
+
+    def _hear_units(self, published: PeerRecord | None, ends: float) -> None:
+        """After a reading of the roster."""
+        if self.units is None:
+            return
+        others = {
+            peer: Heard(
+                word=record.data,
+                expires=self.roster.expires[peer],
+                away=record.state in AWAY,
+                joining=record.state == "joining",
+            )
+            for peer, record in self.roster.peers.items()
+        }
+        self.units.heard(others, published.data if published is not None else None, ends)
 
     async def linger(self) -> None:
         """After the last round: stay while others are behind, so that they can fetch what they miss."""

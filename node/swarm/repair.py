@@ -67,8 +67,8 @@ class Word:
     """What a peer says of its chain of a fragment in the roster."""
 
     peer: bytes
-    version: int
-    tokens: int
+    weight: tuple[int, int, int]
+    """``Tip.weight``."""
 
 
 @dataclass
@@ -264,9 +264,7 @@ class Repairer:
     def _donors(self, job: _Job) -> list[bytes]:
         """Whom to ask: whoever says that it is further, whoever began this, and whoever gave something last."""
         tip = self._tip(job)
-        further = {
-            w.peer for w in self._words(job.fragment) if (w.tokens, w.version) > (tip.tokens_total, tip.version)
-        }
+        further = {w.peer for w in self._words(job.fragment) if w.weight > tip.weight}
         first = job.giver or job.source
         usable = (further | {job.source, first}) - job.spent - job.failures.keys() - {self._peer.me}
         return self._ledger.order(job.fragment, usable, first, time.monotonic())
@@ -377,7 +375,7 @@ class Repairer:
         if job.state_bytes or self._wait_for_download(job.fragment) > 0:
             return True
         cost = sum(sum(found.values()) for found in self._sizes(records))
-        said = [word.version for word in self._words(job.fragment) if word.peer == job.giver]
+        said = [word.weight[-1] for word in self._words(job.fragment) if word.peer == job.giver]
         missing = max([*said, records[-1].record.version]) - self._tip(job).version
         return cost * missing / len(records) < self._state_bytes(job.fragment)
 
@@ -537,7 +535,7 @@ class Repairer:
                 return kept
         if not offers:
             return None
-        best = max((tip for tip, _ in offers.values()), key=lambda tip: (tip.tokens_total, tip.version, tip.head))
+        best = max((tip for tip, _ in offers.values()), key=lambda tip: (tip.weight, tip.head))
         groups: dict[tuple[bytes, ...], list[bytes]] = {}
         for donor, (tip, manifest) in offers.items():
             if tip.head == best.head:

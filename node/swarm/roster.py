@@ -14,7 +14,7 @@ from stretto.node.swarm.host import Host
 from stretto.node.swarm.records import roster_key
 from stretto.protocol import wire
 from stretto.protocol.errors import RemoteProtocolError
-from stretto.protocol.roster import MAX_RECORD, PeerRecord
+from stretto.protocol.roster import MAX_RECORD, PeerRecord, fitted
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,9 @@ DHT_TIMEOUT = 10.0
 class Roster:
     """The other peers' records, as of the last reading.
 
-    ``own`` makes this peer's record, None if it has none; ``now`` is the DHT's time.
+    ``own`` makes this peer's record, None if it has none; ``now`` is the DHT's time. After each reading that ``keep``
+    makes, ``heard`` is called with this peer's own record, and the DHT time at which it ends, if it had been stored
+    before the reading began and the reading shows it; else with None. So whoever reads later sees that record.
     """
 
     def __init__(
@@ -47,8 +49,11 @@ class Roster:
         self.twin: tuple[str, ...] | None = None
         """Addresses in a record that carries this peer's id but was not stored here."""
         self._born = time.monotonic()
+        self.heard: Callable[[PeerRecord | None, float], None] = lambda _record, _ends: None
         self.changed = asyncio.Event()
         self.first_read = asyncio.Event()
+        self._own_ends = 0.0
+        """When this peer's own record ends, as the last reading has it."""
         self._connected: dict[bytes, float] = {}
         self._nudged = asyncio.Event()
 
@@ -61,28 +66,29 @@ class Roster:
         while True:
             began = time.monotonic()
             self._nudged.clear()
-            await self.renew()
+            stored, ends = await self.renew()
+            self._own_ends, read_before = 0.0, self.read_at
             await self.read()
+            if self.read_at > read_before:
+                self.heard(stored if self._own_ends >= ends else None, ends)
             await asyncio.sleep(NUDGED)
             pause = max(0.0, RENEW - (time.monotonic() - began))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._nudged.wait(), pause)
 
-    async def renew(self) -> None:
-        """Store this peer's record."""
+    async def renew(self) -> tuple[PeerRecord | None, float]:
+        """Store this peer's record. Returns it, None if the DHT did not take it, and when it ends (DHT's time)."""
         record = self._own()
         if record is None:
-            return
-        store = self._host.node.store(
-            self._key,
-            wire.encode(record),
-            self._now() + EXPIRY,
-            subkey=self._host.identity.peer_id_bytes,
-        )
+            return None, 0.0
+        record, ends = fitted(record), self._now() + EXPIRY
+        store = self._host.node.store(self._key, wire.encode(record), ends, subkey=self._host.identity.peer_id_bytes)
         try:
-            await asyncio.wait_for(store, DHT_TIMEOUT)
+            taken = await asyncio.wait_for(store, DHT_TIMEOUT)
         except asyncio.TimeoutError:
             logger.warning("the DHT did not take this peer's record within %.0f s", DHT_TIMEOUT)
+            taken = False
+        return (record if taken else None), ends
 
     async def read(self) -> dict[bytes, PeerRecord]:
         """Read all records; keeps the old ones if the DHT does not answer."""
@@ -102,6 +108,7 @@ class Roster:
                     if isinstance(item.value, bytes) and len(item.value) <= MAX_RECORD:
                         peers[subkey] = wire.decode(PeerRecord, item.value)
                         expires[subkey] = item.expiration_time
+        self._own_ends = expires.get(self._host.identity.peer_id_bytes, 0.0)
         self._notice_twin(peers.pop(self._host.identity.peer_id_bytes, None))
         self.peers, self.expires, self.read_at = peers, expires, time.monotonic()
         self.changed.set()

@@ -17,6 +17,7 @@ from stretto.node.swarm.time_keeper import TimeKeeper
 from stretto.protocol.config import RunConfig
 from stretto.protocol.invite import Invite
 from stretto.protocol.roster import PeerRecord
+from stretto.protocol.units import units_done
 
 
 def summarize(run: RunConfig | None, run_id: bytes, peers: Mapping[bytes, PeerRecord]) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def summarize(run: RunConfig | None, run_id: bytes, peers: Mapping[bytes, PeerRe
         heads.setdefault(record.versions, set()).add(record.heads)
     # One peer's word must not decide: the median count, and heads among those that claim the same commits.
     commits = sorted(sum(record.versions) for record in training)
+    units = sorted(units_done(record.data) for record in training)
     return {
         "run": run_id.hex(),
         "name": run.name if run else None,
@@ -36,6 +38,7 @@ def summarize(run: RunConfig | None, run_id: bytes, peers: Mapping[bytes, PeerRe
         "round": clock.round if clock else None,
         "interval_seconds": clock.interval if clock else None,
         "commits": commits[(len(commits) - 1) // 2] if commits else 0,
+        "units_done": units[(len(units) - 1) // 2] if units else 0,
         "heads_equal": all(len(claimed) == 1 for claimed in heads.values()),
         "tokens_per_second": (
             sum(record.rate for record in training) * run.inner.tokens_per_step if run is not None else None
@@ -55,6 +58,7 @@ def _member(peer: bytes, record: PeerRecord) -> dict[str, Any]:
         "steps_per_second": record.rate,
         "tau": record.tau,
         "commits": sum(record.versions),
+        "units": [claim.unit for claim in record.data.claims if claim.held],
         "client_mode": record.client_mode,
         "addresses": list(record.addresses),
     }
@@ -86,7 +90,7 @@ def render(summary: Mapping[str, Any]) -> str:
     agree = "all agree" if summary["heads_equal"] else "their chains differ"
     lines = [
         f"run {summary['name']} ({summary['run'][:16]}): {summary['peers']} peer(s) training, {clock}, "
-        f"{summary['commits']} commits, {agree}"
+        f"{summary['commits']} commits, {agree}, {summary['units_done']} work units of the data done"
     ]
     for member in summary["members"]:
         lines.append(

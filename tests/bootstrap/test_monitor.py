@@ -11,6 +11,7 @@ from stretto.node.swarm.identity import Identity, load_or_create
 from stretto.node.swarm.summary import render, summarize
 from stretto.protocol.roster import PeerRecord
 from stretto.protocol.schedule import Clock
+from stretto.protocol.units import Claim, DataWord
 from tests.fakes import toy_config
 
 RUN = toy_config()
@@ -20,7 +21,8 @@ def record(**changed: Any) -> PeerRecord:
     fields: dict[str, Any] = {
         "version": "0.1.0", "state": "training", "addresses": ("/ip4/10.0.0.1/tcp/4001",), "client_mode": False,
         "rate": 2.0, "step": 40, "loss": 3.25, "tau": 2, "tokens": 640, "clock": Clock(7, 100.0, 5.0),
-        "versions": (2, 2, 1, 1), "chain_tokens": (20, 20, 10, 10), "heads": bytes(32), **changed,
+        "versions": (2, 2, 1, 1), "chain_tokens": (20, 20, 10, 10), "last_tokens": (10, 10, 10, 10),
+        "heads": bytes(32), **changed,
     }  # fmt: skip
     return PeerRecord(**fields)
 
@@ -81,6 +83,19 @@ def test_a_summary_has_plain_values_for_machines_and_lines_for_people(peers: lis
     assert len(lines) == 3
     assert peers[0].peer_id[-8:] in lines[1]
     assert "2.00 steps/s" in lines[1]
+
+
+def test_the_units_done_are_those_of_the_median_peer(peers: list[Identity]) -> None:
+    words = (DataWord(done_below=4, done_mask=b"\x06"), DataWord(done_below=1 << 40), DataWord(done_below=5))
+    crowd = {peer.peer_id_bytes: record(data=word) for peer, word in zip(peers, words, strict=True)}
+    assert summarize(RUN, RUN.digest(), crowd)["units_done"] == 6
+    assert "chains agree, 6 units of data done, new: " in Monitor(RUN).line(crowd)
+
+
+def test_the_units_that_a_member_holds_are_listed(peers: list[Identity]) -> None:
+    claims = (Claim(3, 0, 1, 0.0, True), Claim(4, 0, 0, 0.0, False))
+    summary = summarize(RUN, RUN.digest(), {peers[0].peer_id_bytes: record(data=DataWord(claims))})
+    assert summary["members"][0]["units"] == [3]
 
 
 def test_an_empty_swarm_has_a_summary_too() -> None:

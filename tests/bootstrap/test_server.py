@@ -191,6 +191,7 @@ def test_a_record_stored_at_the_node_is_read_at_the_bootstrap_peer(scene: Scene)
         clock=None,
         versions=(1, 0, 0, 0),
         chain_tokens=(30, 0, 0, 0),
+        last_tokens=(10, 0, 0, 0),
         heads=bytes(32),
     )
     scene.thread.call(Roster(scene.host, RUN.digest(), lambda: record).renew())

@@ -151,7 +151,7 @@ def test_kill_9_and_stop_of_donors_during_a_download(lab: Lab, monkeypatch: pyte
                 said = donor.address()
                 ids.append(parse_peer_id(said["peer"]))
                 assert thread.call(host.connect(ids[-1], said["addresses"]))
-            words = [Word(peer=peer, version=tip.version, tokens=tip.tokens_total) for peer in ids]
+            words = [Word(peer=peer, weight=tip.weight) for peer in ids]
 
             async def make() -> RealJoiner:
                 return RealJoiner(host, folder, words)

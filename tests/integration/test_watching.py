@@ -259,11 +259,12 @@ def test_a_lie_in_the_roster_is_not_believed(swarm: tuple[str, list[Process]], i
         clock=Clock(clock.round + 1_000_000, clock.at, 1e-3),
         versions=(1_000_000,) * FRAGMENTS,
         chain_tokens=(1 << 50,) * FRAGMENTS,
+        last_tokens=(1,) * FRAGMENTS,
         heads=bytes(32),
     )
     intruder.thread.call(Roster(intruder.host, intruder.invite.run, lambda: lie).renew())
     begun = max(nodes[0].committed())
-    gone = dataclasses.replace(lie, state="leaving", clock=None, versions=(), chain_tokens=())
+    gone = dataclasses.replace(lie, state="leaving", clock=None, versions=(), chain_tokens=(), last_tokens=())
     for node in nodes:
         node.commits(begun + 4)
         assert max(node.committed()) < begun + 1000  # its clock is not taken over

@@ -123,8 +123,10 @@ class Place:
 
     def word(self) -> Word:
         tip = self.peer.tips()[0]
-        version, tokens = self.said or (tip.version, tip.tokens_total)
-        return Word(peer=self.peer.me, version=version, tokens=tokens)
+        if self.said is not None:
+            version, tokens = self.said
+            return Word(peer=self.peer.me, weight=(tokens, tokens, version))
+        return Word(peer=self.peer.me, weight=tip.weight)
 
 
 @dataclass
@@ -206,7 +208,7 @@ class Joiner:
     async def repair(self, source: bytes | None = None) -> dict[str, Any]:
         """One attempt, as the protocol asks for it; its last event."""
         name = source or next(iter(self.net.places))
-        self.peer.repairing[0] = (name, self.net.places[name].word().version)
+        self.peer.repairing[0] = (name, self.net.places[name].word().weight[-1])
         await self.repairer.repair(Repair(0, name, "test"))
         assert not self.peer.repairing
         return self.last()

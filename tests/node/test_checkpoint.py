@@ -61,7 +61,7 @@ class Replica:
             peer=me,
             sync=self.sync,
             optimizer=self.optimizer,
-            reader=lambda: self.position,
+            reader=lambda: self.position.to_bytes(4, "big"),
             tokens=lambda: self.tokens,
             say=self.said.append,
             clock=lambda: self.now,
@@ -134,7 +134,6 @@ def resumed(folder: Path, **settings: Any) -> Replica:
     replica = Replica(folder, **settings)
     contents = replica.saver.resume()
     assert contents is not None
-    assert isinstance(replica.position, int)
     replica.position, replica.tokens = int.from_bytes(contents.reader, "big"), contents.tokens
     return replica
 

@@ -12,7 +12,9 @@ from stretto.node.data.corpus import HEADER, HELDOUT_EVERY, Corpus, is_heldout, 
 from stretto.node.data.sources import read_documents
 from stretto.node.data.stream import ROUNDS, TokenStream, heldout_batches, permute
 from stretto.node.data.tokenizer import load_tokenizer
+from stretto.node.data.units import Span
 from stretto.protocol.errors import ConfigError
+from stretto.protocol.unitbook import Bookmark
 
 BYTES = load_tokenizer("bytes")
 
@@ -271,50 +273,90 @@ def numbered(count: int) -> np.ndarray:
     return np.arange(count, dtype=np.uint16)
 
 
-def test_stream_reads_each_window_once_an_epoch() -> None:
-    stream = TokenStream(numbered(1_005), 10, 1, b"peer")
-    assert stream.windows == 100
-    epochs = [stream.next(100) for _ in range(2)]
+def stream(tokens: np.ndarray, seed: int = 1, *, unit: int = 30) -> TokenStream:
+    return TokenStream(tokens, 10, seed, unit_sequences=unit)
+
+
+def take(reader: TokenStream, count: int) -> list[int]:
+    """The first tokens of the next ``count`` windows, which are then consumed."""
+    found: list[int] = reader.next(count)[:, 0].tolist()
+    reader.consumed()
+    return found
+
+
+@pytest.mark.parametrize("unit", [1, 7, 30, 100, 512])
+def test_stream_reads_each_window_once_an_epoch(unit: int) -> None:
+    reader = stream(numbered(1_005), unit=unit)
+    assert reader.windows == 100
+    batch = reader.next(3)
+    assert batch.shape == (3, 11)
+    assert batch.dtype == np.int64
+    assert (np.diff(batch, axis=1) == 1).all()
+    reader.dropped()
+    epochs = [[window for _ in range(25) for window in take(reader, 4)] for _ in range(2)]
     for epoch in epochs:
-        assert epoch.shape == (100, 11)
-        assert epoch.dtype == np.int64
-        assert sorted(epoch[:, 0].tolist()) == list(range(0, 1_000, 10))
-        assert (np.diff(epoch, axis=1) == 1).all()
-    assert epochs[0][:, 0].tolist() != epochs[1][:, 0].tolist()
+        assert sorted(epoch) == list(range(0, 1_000, 10))
+    assert epochs[0] != epochs[1]
 
 
-def test_stream_is_the_same_on_every_machine() -> None:
-    stream = TokenStream(numbered(1_005), 10, 1, b"peer")
-    assert stream.next(12)[:, 0].tolist() == [710, 700, 420, 220, 330, 390, 200, 620, 490, 900, 720, 10]
+def test_stream_is_the_same_on_every_machine_and_whatever_the_units_are() -> None:
+    expected = [0, 970, 670, 370, 340, 830, 100, 950, 280, 820, 380, 50]
+    assert stream(numbered(1_005)).next(12)[:, 0].tolist() == expected
+    assert take(stream(numbered(1_005), unit=5), 12) == expected
 
 
-def test_readers_seeds_and_epochs_have_orders_of_their_own() -> None:
-    tokens = numbered(1_005)
-    orders = [
-        tuple(TokenStream(tokens, 10, seed, reader).next(100)[:, 0].tolist())
-        for seed, reader in [(1, b"a"), (1, b"b"), (2, b"a"), (2, b"")]
-    ]
-    assert len(set(orders)) == 4
+def test_seeds_have_orders_of_their_own() -> None:
+    orders = {tuple(take(stream(numbered(1_005), seed), 100)) for seed in range(4)}
+    assert len(orders) == 4
+
+
+def test_a_step_that_needs_more_units_than_a_peer_may_claim_is_served_all_the_same() -> None:
+    reader = stream(numbered(1_005), unit=2)
+    assert reader.reserve(50) < 5.0
+    assert len(set(take(reader, 50))) == 50
+    assert reader.state().samples == 50
+    assert len(set(take(stream(numbered(25)), 9))) == 2  # a corpus smaller than a step is read several times in it
+
+
+def test_what_was_drawn_counts_when_it_is_consumed() -> None:
+    reader = stream(numbered(1_005))
+    first = reader.next(4)
+    reader.next(3)
+    assert reader.state().samples == 0
+    assert reader.consumed() == [Span(0, 0, 7)]
+    assert (reader.state().samples, reader.state().claims[0].position) == (7, 7)
+    again = reader.next(4)
+    assert not np.array_equal(again, first)
+    reader.dropped()
+    assert np.array_equal(reader.next(4), again)
+    reader.next(20)
+    assert reader.consumed() == [Span(0, 7, 30), Span(1, 0, 1)]
+
+
+def test_a_rehearsal_reads_windows_and_takes_none() -> None:
+    reader = stream(numbered(35))
+    assert reader.rehearsal(5)[:, 0].tolist() == [0, 10, 20, 0, 10]
+    assert reader.state() == Bookmark()
 
 
 def test_restored_stream_goes_on_exactly() -> None:
     tokens = numbered(505)
-    whole = TokenStream(tokens, 10, 3, b"x")
-    expected = np.concatenate([whole.next(7) for _ in range(30)])  # 210 windows: more than four epochs
-    assert whole.state() == 210
-    for cut in (0, 1, 49, 50, 51, 133):
-        resumed = TokenStream(tokens, 10, 3, b"x")
-        resumed.restore(cut)
-        assert resumed.state() == cut
-        assert np.array_equal(resumed.next(210 - cut), expected[cut:])  # another batch size, the same windows
+    whole = stream(tokens, 3)
+    expected = [window for _ in range(30) for window in take(whole, 7)]  # 210 windows: more than four epochs
+    assert whole.state().samples == 210
+    for cut in (0, 1, 29, 30, 31, 49, 50, 51, 133):
+        begun, resumed = stream(tokens, 3), stream(tokens, 3)
+        if cut:
+            take(begun, cut)
+        resumed.restore(begun.state())
+        assert resumed.state().samples == cut
+        assert take(resumed, 210 - cut) == expected[cut:]  # another batch size, the same windows
 
 
-def test_stream_refuses_short_data_and_impossible_positions() -> None:
+def test_stream_refuses_short_data() -> None:
     with pytest.raises(ConfigError, match=r"training part of the data has 10 tokens, .* one window of 11"):
-        TokenStream(numbered(10), 10, 0, b"")
-    assert TokenStream(numbered(11), 10, 0, b"").next(2).tolist() == [list(range(11))] * 2
-    with pytest.raises(ConfigError, match=r"position of -1 windows"):
-        TokenStream(numbered(11), 10, 0, b"").restore(-1)
+        stream(numbered(10))
+    assert stream(numbered(11)).next(2).tolist() == [list(range(11))] * 2
 
 
 def test_heldout_windows_come_in_order_up_to_the_limit() -> None:
@@ -332,5 +374,5 @@ def test_corpus_to_batch_keeps_the_text(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_text("\n".join(lines), encoding="utf-8")
     corpus = open_corpus(f"text:{tmp_path}/records.jsonl", BYTES, cache_dir=tmp_path / "cache")
     assert corpus.documents == 1_500
-    batch = TokenStream(corpus.train, 64, 0, b"p").next(4)
+    batch = TokenStream(corpus.train, 64, 0, unit_sequences=512).next(4)
     assert all("record" in BYTES.decode(row) for row in batch)

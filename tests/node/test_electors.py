@@ -23,6 +23,7 @@ def record(state: str) -> PeerRecord:
         clock=None,
         versions=(1,),
         chain_tokens=(10,),
+        last_tokens=(10,),
         heads=bytes(32),
     )
 

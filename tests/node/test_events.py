@@ -58,6 +58,15 @@ def test_a_change_is_said_at_once() -> None:
     assert narrator.line(aborted(4, "no coordinator answered"), now=4.0)
 
 
+def test_what_is_unusual_about_a_work_unit_is_said() -> None:
+    event = {"event": "unit", "unit": 12, "position": 7}
+    assert event_in_words(event | {"what": "done"}) is None
+    assert event_in_words(event | {"what": "held"}) is None
+    assert event_in_words(event | {"what": "given up"}) == (
+        "work unit 12: given up, another peer has the better claim (position 7)"
+    )
+
+
 def test_the_run_in_one_line_names_what_peers_share() -> None:
     line = run_in_words(toy_config())
     assert "outer lr" in line

@@ -29,6 +29,7 @@ def record(peer: bytes, *ports: int, client_mode: bool = False) -> PeerRecord:
         clock=None,
         versions=(),
         chain_tokens=(),
+        last_tokens=(),
         heads=bytes(32),
     )
 

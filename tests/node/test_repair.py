@@ -403,7 +403,7 @@ def test_a_worse_chain_never_replaces_a_better_one(tmp_path: Path) -> None:
         assert (await joiner.repair())["state"] == "not needed"
         assert joiner.peer.tips()[0] == tip
         # and who claimed more than it has is not asked again for that
-        assert joiner.peer.hear(place.peer.me, None, [99], [10**9]) == []
+        assert joiner.peer.hear(place.peer.me, None, [(0, 10**9, 99)]) == []
 
     play(tmp_path, scene)
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from stretto.node.data.stream import TokenStream
+from stretto.node.data.units import Span
 from stretto.node.model import build_model
 from stretto.node.sync import Sync
 from stretto.node.trainer import FRESH_STEPS, StepReport, Trainer, evaluate, learning_rate, make_optimizer
@@ -21,6 +22,7 @@ from stretto.protocol.fragments import FragmentedModel, split_model
 from stretto.protocol.peer import Peer
 from stretto.protocol.simulation import peer_id
 from stretto.protocol.streaming import StreamingDiLoCo
+from stretto.protocol.unitbook import Bookmark
 from tests.fakes import toy_config
 
 LENGTH = 8
@@ -51,7 +53,7 @@ def make(*, micro_batch: int = 6, inner: InnerConfig = INNER) -> Trainer:
     return Trainer(
         model=model,
         optimizer=make_optimizer(model, inner),
-        stream=TokenStream(TOKENS, LENGTH, 0, b"reader"),
+        stream=TokenStream(TOKENS, LENGTH, 0, unit_sequences=512),
         config=inner,
         sync=Sync(fragments, peer, tau_max=5),
         sequence_length=LENGTH,
@@ -119,7 +121,7 @@ def test_only_matrices_decay() -> None:
 def test_two_steps_are_adamw_written_by_hand() -> None:
     trainer = make()
     reference = build_model(MODEL, 5)
-    stream = TokenStream(TOKENS, LENGTH, 0, b"reader")
+    stream = TokenStream(TOKENS, LENGTH, 0, unit_sequences=512)
     first = {name: torch.zeros_like(p) for name, p in reference.named_parameters()}
     second = {name: torch.zeros_like(p) for name, p in reference.named_parameters()}
     reports = train(trainer, 2)
@@ -155,7 +157,9 @@ def test_accumulated_small_batches_make_the_same_step_as_one_large(micro_batch: 
     large, small = make(micro_batch=6), make(micro_batch=micro_batch)
     (one,), (other,) = train(large, 1), train(small, 1)
     assert other.loss == pytest.approx(one.loss, abs=1e-5)
-    assert small.stream.state() == large.stream.state() == 6
+    assert small.stream.state() == large.stream.state()
+    assert small.stream.state().samples == 6
+    assert one.samples == other.samples == (Span(0, 0, 6),)
     for name, expected in weights(large.model).items():
         torch.testing.assert_close(weights(small.model)[name], expected, rtol=1e-4, atol=2e-6)
 
@@ -166,6 +170,7 @@ def test_a_step_reports_what_it_did() -> None:
     assert [report.step for report in reports] == [1, 2, 3]
     assert {report.tokens for report in reports} == {6 * LENGTH}
     assert all(report.seconds > 0 and report.merged == () for report in reports)
+    assert [report.samples for report in reports] == [(Span(0, first, first + 6),) for first in (0, 6, 12)]
     assert reports[0].loss == pytest.approx(math.log(32), abs=0.2)
     assert [state.tokens for state in trainer.sync.peer.diloco.fragments] == [18 * LENGTH] * 2
     assert not trainer.sync.step_lock.locked()
@@ -174,7 +179,7 @@ def test_a_step_reports_what_it_did() -> None:
 def test_the_model_learns() -> None:
     inner = InnerConfig(lr=1e-2, tokens_per_step=6 * LENGTH, warmup_steps=4, total_steps=100)
     trainer = make(inner=inner)
-    trainer.stream = TokenStream(np.tile(np.arange(8, dtype=np.uint16), 50), LENGTH, 0, b"reader")
+    trainer.stream = TokenStream(np.tile(np.arange(8, dtype=np.uint16), 50), LENGTH, 0, unit_sequences=512)
     reports = train(trainer, 25)
     assert reports[-1].loss < reports[0].loss - 1.5
 
@@ -248,6 +253,27 @@ def test_a_slow_step_is_not_padded() -> None:
     assert len(train(trainer, 2)) == 2
 
 
+def test_a_step_counts_as_read_only_when_the_weights_have_changed() -> None:
+    trainer = make()
+    states = []
+
+    def look(*_: object) -> None:
+        states.append(trainer.stream.state().samples)
+
+    trainer.optimizer.register_step_pre_hook(look)
+    train(trainer, 2)
+    assert states == [0, 6]
+    assert trainer.stream.state().samples == 12
+
+
+def test_a_wait_for_data_is_blocked_time_and_not_step_time() -> None:
+    trainer = make()
+    trainer.stream.reserve = lambda _: 5.0  # type: ignore[method-assign]
+    reports = train(trainer, 2)
+    assert trainer.sync.blocked_seconds >= 10.0
+    assert all(report.seconds < 5.0 for report in reports)
+
+
 # ---------------------------------------------------------------------- rehearsal and evaluation
 
 
@@ -255,7 +281,7 @@ def test_a_rehearsal_changes_nothing() -> None:
     trainer, untouched = make(micro_batch=4), make(micro_batch=4)
     seconds = trainer.rehearse(2)
     assert 0 < seconds < 10
-    assert trainer.stream.state() == 0
+    assert trainer.stream.state() == Bookmark()
     assert trainer.sync.step == 0
     assert [state.tokens for state in trainer.sync.peer.diloco.fragments] == [0, 0]
     assert not trainer.optimizer.state
@@ -268,7 +294,7 @@ def test_a_rehearsal_changes_nothing() -> None:
 
 def test_evaluation_is_the_mean_over_sequences_and_leaves_no_gradient() -> None:
     model = build_model(MODEL, 5)
-    stream = TokenStream(TOKENS, LENGTH, 0, b"reader")
+    stream = TokenStream(TOKENS, LENGTH, 0, unit_sequences=512)
     batches = [stream.next(3), stream.next(1)]
     whole = torch.from_numpy(np.concatenate(batches))
     with torch.no_grad():

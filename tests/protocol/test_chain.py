@@ -85,7 +85,7 @@ def test_of_two_parts_of_the_electors_exactly_one_may_commit(count: int) -> None
             assert tip(*electors).quorum(part) is not tip(*electors).quorum(rest)
 
 
-def test_fork_choice_is_tokens_then_version_then_hash() -> None:
+def test_fork_choice_is_tokens_before_the_last_commit_then_tokens_then_version_then_hash() -> None:
     low, high = sorted([digest("a", [b"1"]), digest("a", [b"2"])])
     best = [
         Tip(0, 9, low, 100),
@@ -93,8 +93,9 @@ def test_fork_choice_is_tokens_then_version_then_hash() -> None:
         Tip(0, 3, low, 200),
         Tip(0, 3, high, 200),
         Tip(0, 1, low, 201),
+        Tip(0, 2, low, 150, tokens_before=110),
     ]
-    for i, j in itertools.product(range(5), repeat=2):
+    for i, j in itertools.product(range(len(best)), repeat=2):
         assert best[i].beats(best[j]) is (i > j)
 
 
@@ -121,7 +122,7 @@ def test_the_head_depends_on_every_field_of_the_record() -> None:
 def test_after_a_record_its_electors_vote() -> None:
     base = tip(A, B, C, D)
     record = record_after(base, [A, B, C], electors=(A, B, C, D))
-    assert after(record) == Tip(0, 2, record.head(), 130, (A, B, C, D))
+    assert after(record) == Tip(0, 2, record.head(), 130, (A, B, C, D), tokens_before=100)
 
 
 def test_a_chain_of_lawful_records() -> None:
