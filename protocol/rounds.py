@@ -44,6 +44,7 @@ from stretto.protocol.chain import MAX_MEMBERS, CommitRecord, Member, SignedReco
 from stretto.protocol.desk import Desk
 from stretto.protocol.digest import digest
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
+from stretto.protocol.fp4_numpy import BLOCK
 from stretto.protocol.reduce import Parts, group_digest
 from stretto.protocol.schedule import Clock
 
@@ -348,6 +349,8 @@ class Round:
             raise RemoteProtocolError(f"group of {len(group.members)}, the run allows {self.rules.max_group}")
         if group.shares and group.shares[-1].stop != self.numel:
             raise RemoteProtocolError(f"shares of {group.shares[-1].stop} values where the fragment has {self.numel}")
+        if odd := [share.stop for share in group.shares[:-1] if share.stop % BLOCK]:
+            raise RemoteProtocolError(f"a part ends at value {odd[0]}, which is not the end of a block of {BLOCK}")
         self.phase, self.group, self.group_id = Phase.EXCHANGE, group, group_digest(group)
         self._await_decision(now)
         mine = self.mine.member if self.mine else None

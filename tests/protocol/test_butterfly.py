@@ -646,6 +646,16 @@ def test_a_group_that_cuts_another_number_of_values_is_refused(numel: int) -> No
     assert (b.phase, b.parts) == (Phase.OPEN, None)
 
 
+def test_a_group_whose_parts_are_no_whole_blocks_is_refused() -> None:
+    b = make(B, ALL_FOUR)
+    b.contribute(join_of(B, ALL_FOUR), DEPARTS)
+    first, *others = cut_shares(NUMEL, dict.fromkeys(FOUR, 1.0))
+    shares = (m.Share(first.reducer, first.stop + 32), *others)  # one bit of the message was flipped
+    with pytest.raises(RemoteProtocolError, match=f"a part ends at value {first.stop + 32}, which is not the end"):
+        b.received(A, m.Group(0, 8, tuple(map(member, FOUR)), shares, 10.0), DEPARTS)
+    assert (b.phase, b.parts) == (Phase.OPEN, None)
+
+
 # ---------------------------------------------------------------------- decisions
 
 
