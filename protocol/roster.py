@@ -25,8 +25,8 @@ class PeerRecord:
 
     ``rate`` is in inner steps per second (0 before it is known), ``versions`` counts commits per fragment,
     ``chain_tokens`` the tokens in their chains and ``last_tokens`` those of the last commits, ``heads`` is one digest
-    over all chain heads, ``tau`` the overlap in inner steps, ``loss`` the latest training loss, ``data`` the work units
-    that it has and those that it knows of.
+    over all chain heads, ``tau`` the overlap in inner steps, ``loss`` the latest training loss, ``data`` the work
+    units that it has and those that it knows of.
     """
 
     version: str
