@@ -14,7 +14,7 @@ from stretto.protocol.simulation import peer_id
 from tests.virtual import run
 
 ME, OTHER = peer_id(0), peer_id(1)
-RECORD = PeerRecord("1", "training", (), False, 1.0, 0, float("nan"), 0, 0, None, (), (), bytes(32))
+RECORD = PeerRecord("1", "training", (), False, 1.0, 0, float("nan"), 0, 0, None, (), (), (), bytes(32))
 
 
 class Dht:
