@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from stretto.node import resources
 from stretto.node.checkpoint import Contents
 from stretto.node.checkpoint_files import CheckpointFiles
 from stretto.node.config import NodeConfig, default_data_dir
@@ -133,6 +134,12 @@ class Network:
         self.time = self.thread.call(self._take_time(invite.run), stopping=self.stopping)
         return self.host
 
+    def fetch_run(self, host: Host, invite: Invite) -> m.SignedRun:
+        """The run config, from a bootstrap peer or, if need be, from the peers of the run."""
+        others = Roster(host, invite.run, lambda: None, self.clock.now)
+        work = fetch_run(host, invite, self.reached, others=others.read, say=self.console.say)
+        return self.thread.call(work, stopping=self.stopping)
+
     async def _dial(self, addresses: list[str], remembered: list[str]) -> list[str]:
         assert self.host is not None
         patience, remembered = self.config.join_timeout or None, [a for a in remembered if a not in addresses]
@@ -168,7 +175,7 @@ def run_node(invite_text: str, config: NodeConfig, console: Console, stopping: S
         try:
             console.start_status(config.seconds_per_status)
             host = network.open(identity, invite)
-            signed = network.thread.call(fetch_run(host, invite, network.reached), stopping=stopping)
+            signed = network.fetch_run(host, invite)
             run = check_run(signed, invite)
             check_expected(run, config.expect)
             console.say(f"run {run.name!r}, id {invite.run.hex()[:16]}, signed by {format_peer_id(signed.operator)}")
@@ -281,11 +288,11 @@ class Node:
         progress = self.member.progress
         resumed = self._resume()
         call(self.member.enter(), stopping=stopping)
-        watch = self.network.thread.start(self._watch_daemon())
+        watches = [self.network.thread.start(work) for work in (self._watch_daemon(), self._watch_resources())]
         try:
             self.console.say("measuring the speed of this machine")
             step_seconds = self.trainer.rehearse(REHEARSAL)
-            progress.rate, progress.state = 1 / step_seconds, "ready"
+            progress.rate = 1 / step_seconds
             self.sync.estimate = self.sync.estimate.with_step(step_seconds)
             self.console.status = self.status
             wait = self.member.await_start(
@@ -305,7 +312,8 @@ class Node:
         except Stopped:
             return stopping.exit_code
         finally:
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
             self.console.say("leaving the swarm")
             call(self.member.leave())
             self.metrics.close()
@@ -418,6 +426,10 @@ class Node:
         self.console.say(f"ERROR the network daemon (p2pd) ended with status {status}; this node cannot go on")
         self.network.stopping.exit_code = 1
         self.network.stopping.stop()
+
+    async def _watch_resources(self) -> None:
+        assert self.network.host is not None
+        await resources.watch(self.metrics.write, self.network.host.daemon)
 
     def _end(self) -> int:
         stopping = self.network.stopping
@@ -534,7 +546,8 @@ def _make_member(
         if event["event"] == "round" and event.get("counted") and member is not None and member.units is not None:
             member.units.contribution_counted()
         text = narrator.line(event, time.monotonic())
-        if text:
+        # While it joins, one line sums up what comes of all fragments.
+        if text and not (progress.state == "joining" and event.get("state") == "progress"):
             console.say(text)
         if event.get("fatal"):
             network.stopping.exit_code = 1

@@ -25,6 +25,7 @@ from rich.live import Live
 from rich.table import Table
 
 from stretto.node.presets import demo_run
+from stretto.node.stopping import stop_signals
 from stretto.node.swarm.folders import own_folder, write_whole
 from stretto.protocol.errors import ConfigError, StrettoError
 
@@ -195,7 +196,7 @@ def run_demo(config: DemoConfig) -> int:
         swarm.stopping = True
         raise KeyboardInterrupt
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         signal.signal(number, interrupted)
     try:
         swarm.start(console.print)

@@ -5,8 +5,20 @@ import signal
 import threading
 
 
+def stop_signals() -> list[signal.Signals]:
+    """The signals that end a program of Stretto in order.
+
+    SIGHUP comes when the terminal is closed; whoever started the program with ``nohup`` wants it to go on then.
+    """
+    found = [signal.SIGINT, signal.SIGTERM]
+    hangup = getattr(signal, "SIGHUP", None)  # not on Windows
+    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
+        found.append(hangup)
+    return found
+
+
 class StopSignal:
-    """SIGINT and SIGTERM ask to stop; a second one, or nobody listening for 8 s, ends the process at once."""
+    """SIGINT, SIGTERM and SIGHUP ask to stop; a second one, or nobody listening for 8 s, ends the process at once."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -15,7 +27,7 @@ class StopSignal:
 
     def install(self) -> None:
         """Take the signals; from the main thread."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stop_signals():
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: object) -> None:

@@ -113,6 +113,10 @@ class Pieces:
         """How many donors are being fetched from."""
         return sum(known.index is not None for known in self._donors.values())
 
+    def at_work(self) -> list[bytes]:
+        """The donors that are being fetched from."""
+        return [donor for donor, known in self._donors.items() if known.index is not None]
+
     # ------------------------------------------------------------------ donors
 
     def add(self, donor: bytes, now: float) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from stretto.node.swarm.donor import REQUESTS, Donor, Stream
 from stretto.node.swarm.electors import ElectorWatch
 from stretto.node.swarm.host import Host
 from stretto.node.swarm.identity import format_peer_id
+from stretto.node.swarm.inflow import Amount
 from stretto.node.swarm.line import Lane, Line
 from stretto.node.swarm.links import Links
 from stretto.node.swarm.repair import Repairer, Word
@@ -147,6 +148,16 @@ class Exchange:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._repairer.close()
         await asyncio.get_running_loop().run_in_executor(None, self._log.close)
+
+    def fetched(self, behind: Collection[int]) -> Amount:
+        """How far the download of the run's state is, of which the fragments in ``behind`` are not complete."""
+        return self._repairer.amount(behind)
+
+    def joined(self) -> int:
+        """The run's state is here; returns from how many peers it came."""
+        donors = len(self._repairer.donors())
+        self._repairer.joined()
+        return donors
 
     def set_clock(self, clock: Clock) -> None:
         """The run has a clock (founded here, or learnt from the roster)."""
@@ -383,7 +394,7 @@ class Exchange:
             if isinstance(request, m.Fetch):
                 await transfer.answer_fetch(self.peer, request, reader, writer, self.traffic, lane)
             elif isinstance(request, REQUESTS):
-                await self._donor.serve(sender, request, Stream(reader, writer, lane))
+                await self._donor.serve(sender, request, Stream(reader, writer, self.line.to(sender, patient=True)))
             elif isinstance(request, m.FetchTime):
                 await answer_time(self.clock, request, reader, writer)
             else:

@@ -182,6 +182,11 @@ class Host:
             return True
         return False
 
+    @property
+    def daemon(self) -> int:
+        """The process id of p2pd."""
+        return int(self.p2p._child.pid)
+
     async def died(self) -> int:
         """Wait until p2pd ends and return its exit status: nothing else notices that."""
         return int(await self.p2p._child.wait())

@@ -6,6 +6,11 @@ share the line alike. A stream whose own path is full lets those behind it pass.
 waits before it reads on and acknowledges, which slows the senders down. Control messages never wait, but count in the
 caps.
 
+What goes to a peer that repairs or joins has time (``Lane.patient``): a donor's own rounds come first. While one of
+its other transfers lasts, patient streams come after those, and fill a part of the line's window only (REST), since
+whoever keeps the queue long keeps the others' windows small. One that has waited for PATIENCE seconds is served like
+all others, so that nobody who downloads is cut off.
+
 ``uplink`` is the rate for planning: what acknowledged chunks have shown of late.
 """
 
@@ -33,6 +38,13 @@ FASTER, SLOWER = 0.5, 0.1
 """Weights of a new measurement in the mean. A slow receiver makes a transfer slower than the line, nothing makes it
 faster; so the mean rises quickly and falls slowly."""
 
+PATIENCE = 1.0
+"""Seconds for which a patient stream lets others pass."""
+
+REST = 0.5
+"""Share of the line's window that patient streams fill, all in flight counted, while others send: enough for a line
+that the others leave idle, since a window holds more than the way does."""
+
 RETRY = 1.0
 """Seconds after which those who wait are looked at again although nothing happened: a path may have stalled."""
 
@@ -59,11 +71,13 @@ class Line:
         self._upload, self._download = TokenBucket(max_upload), TokenBucket(max_download)
         self._meter = Meter()
         self._waiting: deque[Upload] = deque()
+        self._urgent: set[Upload] = set()
+        """Transfers that have begun, but for the patient ones."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def to(self, peer: bytes) -> "Lane":
-        """The line on the way to ``peer``, for one stream or many."""
-        return Lane(self, peer)
+    def to(self, peer: bytes, *, patient: bool = False) -> "Lane":
+        """The line on the way to ``peer``, for one stream or many. ``patient`` ones let the others pass."""
+        return Lane(self, peer, patient)
 
     @property
     def uplink(self) -> float:
@@ -98,29 +112,39 @@ class Line:
 
     def ask(self, upload: "Upload") -> None:
         """``upload`` wants to send; it is granted a chunk in its turn."""
+        upload.since = self.clock()
         self._waiting.append(upload)
+        if not upload.patient:
+            self._urgent.add(upload)
         self.look()
 
     def forget(self, upload: "Upload") -> None:
         """``upload`` has ended, with or without success."""
+        self._urgent.discard(upload)
         if upload in self._waiting:
             self._waiting.remove(upload)
         unacknowledged = upload.granted - upload.acknowledged
         if unacknowledged:
             self.window.give_back(upload.to, unacknowledged)
             self._meter.idle_if(self.window.in_flight == 0)
+        if unacknowledged or (self._waiting and not upload.patient):
             self.look()
 
     def look(self) -> None:
-        """Grant chunks to those who wait, first come first served, as far as windows and cap allow."""
+        """Grant chunks to those who wait, first come first served but for the patient, as far as windows and cap
+        allow."""
         now = self.clock()
         wait = RETRY
-        for upload in list(self._waiting):
+
+        def steps_back(upload: Upload) -> bool:
+            return bool(self._urgent) and upload.patient and now - upload.since < PATIENCE
+
+        for upload in sorted(self._waiting, key=steps_back):
             nbytes = self._chunk(upload)
             if (debt := self._upload.wait(now)) > 0:
                 wait = min(wait, debt)
                 break
-            if not self.window.line_has_room(nbytes, now):
+            if not self.window.line_has_room(nbytes, now, REST if steps_back(upload) else 1.0):
                 break
             if self.window.path_has_room(upload.to, nbytes):
                 self._waiting.remove(upload)
@@ -158,13 +182,16 @@ class Lane:
 
     line: Line
     peer: bytes
+    patient: bool = False
 
 
 class Upload:
     """One transfer of ``total`` raw bytes. ``close`` it, whatever happens."""
 
     def __init__(self, lane: Lane, total: int) -> None:
-        self.line, self.to, self.total = lane.line, lane.peer, total
+        self.line, self.to, self.total, self.patient = lane.line, lane.peer, total, lane.patient
+        self.since = 0.0
+        """When it asked for its next chunk."""
         self.granted = 0
         self.acknowledged = 0
         self.in_flight = asyncio.Event()

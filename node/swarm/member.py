@@ -10,6 +10,7 @@ from typing import Any
 from stretto.node.data.units import UnitKeeper
 from stretto.node.swarm.exchange import Exchange
 from stretto.node.swarm.host import Host, dial_all
+from stretto.node.swarm.inflow import Inflow
 from stretto.node.swarm.isolation import Isolation, Unanswered
 from stretto.node.swarm.known_peers import KnownPeers
 from stretto.node.swarm.roster import EXPIRY, Roster
@@ -81,35 +82,70 @@ class Member:
         """Until the run has a clock and this peer has the state of the peers that are ahead."""
         told = ""
         targets: dict[int, int] = {}
+        inflow = Inflow()
         self.waiting_for = "measuring this machine's clock against the other peers"
         await self.time.settled.wait()
         while True:
             self.roster.nudge()
             peers = dict(self.roster.peers)
             clock = self.exchange.peer.clock
-            tips = self.exchange.peer.tips()
             ahead = max((max(r.versions, default=0) for r in peers.values() if r.clock is not None), default=0)
-            for record in peers.values():
-                for tip, version in zip(tips, record.versions, strict=False):
-                    if version > tip.version:
-                        # The swarm goes on meanwhile; what is committed later comes by the ordinary ways.
-                        targets.setdefault(tip.fragment, version)
-            behind = [fragment for fragment, version in targets.items() if tips[fragment].version < version]
+            # Who has to download takes part in no round yet: nobody shall wait for it there, nor look to it as the
+            # coordinator, which it could not be without a contribution of its own.
+            self.progress.state = "joining" if ahead else "ready"
+            behind = self._behind(peers, targets)
+            inflow.look(self.exchange.fetched(behind), time.monotonic())
             if clock is not None and not behind and self.roster.read_at:
                 self.waiting_for = ""
+                self._tell_joined(inflow)
                 return
             ready = 1 + sum(record.state == "ready" for record in peers.values())
             if clock is None and new_run and not ahead and ready >= start_peers and self.roster.read_at:
                 self._found(peers)
                 self.waiting_for = ""
                 return
-            text = self.waiting_for = self._why_waiting(
-                peers, behind, new_run=new_run, ready=ready, start_peers=start_peers
-            )
+            text = self._why_waiting(peers, behind, new_run=new_run, ready=ready, start_peers=start_peers)
+            self.waiting_for = f"{text}; {inflow.words()}" if behind and inflow.amount.donors else text
             if text != told:
-                self.tell(text)
+                self.tell(self.waiting_for)  # how it goes in between is in the status line
                 told = text
+            if behind and inflow.entry_due(time.monotonic()):
+                self._say_joining(inflow, len(behind))
             await asyncio.sleep(0.3)
+
+    def _behind(self, peers: dict[bytes, PeerRecord], targets: dict[int, int]) -> list[int]:
+        """The fragments of which others have more than this peer, as they said when that was heard first."""
+        tips = self.exchange.peer.tips()
+        for record in peers.values():
+            for tip, version in zip(tips, record.versions, strict=False):
+                if version > tip.version:
+                    # The swarm goes on meanwhile; what is committed later comes by the ordinary ways.
+                    targets.setdefault(tip.fragment, version)
+        return [fragment for fragment, version in targets.items() if tips[fragment].version < version]
+
+    def _say_joining(self, inflow: Inflow, fragments_left: int) -> None:
+        amount, left = inflow.amount, inflow.left
+        self.say(
+            {
+                "event": "joining",
+                "bytes": amount.have,
+                "of_bytes": amount.total,
+                "peers": amount.donors,
+                "rate": round(inflow.rate),
+                "left": None if left is None else round(left, 1),
+                "fragments_left": fragments_left,
+            }
+        )
+
+    def _tell_joined(self, inflow: Inflow) -> None:
+        """Once the state is here: what it took. Nothing where nothing had to be fetched."""
+        donors, nbytes, seconds = self.exchange.joined(), inflow.amount.have, inflow.seconds
+        if nbytes:
+            self.tell(
+                f"the run's state is here: {nbytes / 1e6:.1f} MB from {donors} peer(s) in {seconds:.0f} s; "
+                "training begins"
+            )
+            self.say({"event": "joined", "bytes": nbytes, "peers": donors, "seconds": round(seconds, 1)})
 
     def _found(self, peers: dict[bytes, PeerRecord]) -> None:
         rates = [self.progress.rate, *(record.rate for record in peers.values() if record.state == "ready")]

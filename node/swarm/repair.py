@@ -11,10 +11,11 @@ stays as it is, and the next attempt begins after a pause.
 """
 
 import asyncio
+import itertools
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from hivemind.p2p import P2P
 from stretto.node.swarm.chainlog import ChainLog
 from stretto.node.swarm.download import Fetching, Session, Silent, in_words
 from stretto.node.swarm.identity import format_peer_id
+from stretto.node.swarm.inflow import Amount
 from stretto.node.swarm.line import Line
 from stretto.node.swarm.streams import BROKEN
 from stretto.node.swarm.transfer import Traffic
@@ -39,8 +41,12 @@ from stretto.protocol.snapshot import Assembly, chunk_sizes
 
 T = TypeVar("T")
 
+IN_HAND = 4
+"""Fragments that are repaired at a time: it bounds the memory for what was fetched and is not computed yet."""
+
 AT_ONCE = 2
-"""Fragments that are repaired at a time."""
+"""Of these, how many fetch: one fills a line, the second fills its pauses. The others compute meanwhile, so that the
+line is not idle then; on a slow machine computing takes longer than fetching."""
 
 ASK_PAUSES = (0.5, 1.0)
 """Seconds after which a donor that could not be reached is asked again: its address may have become known just now."""
@@ -137,14 +143,48 @@ class Repairer:
         self._swarm_time, self._timeout = swarm_time, timeout
         self._ledger = Ledger(randomness or random.Random())
         self._parts: dict[int, _Part] = {}
+        self._fetched: dict[int, list[Pieces]] | None = {}
+        """While this peer joins: what is being fetched of each fragment, and what has been."""
         self._turns: list[_Job] = []
         self._free = asyncio.Condition()
         self._running = 0
+        self._lines = asyncio.Semaphore(AT_ONCE)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="repair")
+        # Of its own, so that a donor's next piece does not wait for the outer steps of another fragment.
+        self._checks = ThreadPoolExecutor(1, thread_name_prefix="repair-check")
 
     def close(self) -> None:
         """After the last repair was cancelled."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._checks):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def amount(self, behind: Collection[int]) -> Amount:
+        """What has been fetched since the start, and what is missing of the fragments in ``behind``."""
+        have = total = 0
+        donors: set[bytes] = set()
+        fetched = self._fetched or {}
+        for pieces in itertools.chain.from_iterable(fetched.values()):
+            have += pieces.have_bytes
+            total += pieces.total_bytes
+            donors.update(pieces.at_work())
+        # Unless a replay turns out to cost less.
+        total += sum(self._state_bytes(fragment) for fragment in behind if not fetched.get(fragment))
+        return Amount(have, total, len(donors))
+
+    def donors(self) -> set[bytes]:
+        """From whom something has come since the start."""
+        fetched = itertools.chain.from_iterable((self._fetched or {}).values())
+        return {donor for pieces in fetched for donor in pieces.givers()}
+
+    def joined(self) -> None:
+        """This peer has the run's state: from now on amounts are not of interest."""
+        self._fetched = None
+
+    def _count(self, fragment: int, pieces: Pieces) -> None:
+        """What broke off and is not gone on with does not count."""
+        if self._fetched is not None:
+            known = self._fetched.get(fragment, [])
+            self._fetched[fragment] = [other for other in known if other.done and other is not pieces] + [pieces]
 
     async def repair(self, effect: Repair) -> None:
         """One attempt to bring a fragment forward; does nothing while the pause after a failure lasts."""
@@ -168,6 +208,9 @@ class Repairer:
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
+    async def _check(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._checks, function, *args)
+
     # ------------------------------------------------------------------ turns and words
 
     @asynccontextmanager
@@ -176,7 +219,7 @@ class Repairer:
         self._turns.append(job)
         try:
             async with self._free:
-                await self._free.wait_for(lambda: self._running < AT_ONCE and self._next_turn() is job)
+                await self._free.wait_for(lambda: self._running < IN_HAND and self._next_turn() is job)
                 self._running += 1
         finally:
             self._turns.remove(job)
@@ -431,6 +474,7 @@ class Repairer:
                 wanted.setdefault(digest, (signed.record.version, nbytes))
         digests = list(wanted)
         pieces = Pieces([wanted[digest][1] for digest in digests], time.monotonic())
+        self._count(job.fragment, pieces)
         payloads: dict[bytes, bytes] = {}
 
         def store(index: int, data: bytearray) -> None:
@@ -445,9 +489,10 @@ class Repairer:
             store=store,
             lied=self._lied(job),
             progress=self._progress(job, pieces, "missed rounds"),
-            in_thread=self._in_thread,
+            in_thread=self._check,
         )
-        why = await fetching.run(donors)
+        async with self._lines:
+            why = await fetching.run(donors)
         if why is not None:
             raise RepairFailed(f"missed rounds could not be fetched: {why}")
         return payloads
@@ -468,10 +513,18 @@ class Repairer:
 
     async def _download(self, job: _Job, donors: Sequence[bytes]) -> None:
         """Take over the state of whoever is furthest. RepairFailed if nobody's can be had."""
+        # Donors keep a state that they have offered for a while only: it is asked for when it can be fetched.
+        async with self._lines:
+            part = await self._fetch_state(job, donors)
+        if part is not None:
+            await self._take_over(job, part)
+
+    async def _fetch_state(self, job: _Job, donors: Sequence[bytes]) -> _Part | None:
+        """All of a better state than the one here; None if nobody has one. RepairFailed if it cannot be had."""
         donors = [donor for donor in donors if donor not in job.spent and donor not in job.failures]
         part = await self._part(job, donors) if donors else None
         if part is None:
-            return  # nobody has a better one; those that were asked are spent, or the job knows why they failed
+            return None  # those that were asked are spent, or the job knows why they failed
         wait = self._wait_for_download(job.fragment)
         if wait > 0:
             short = "; ".join(sorted(set(job.too_short.values())))
@@ -480,6 +533,7 @@ class Repairer:
                 f"missed since cannot be replayed ({short})"
             )
         self._parts[job.fragment] = part
+        self._count(job.fragment, part.pieces)
         part.used = time.monotonic()
         fetching = Fetching(
             part.pieces,
@@ -489,7 +543,7 @@ class Repairer:
             store=part.assembly.put,
             lied=self._lied(job),
             progress=self._progress(job, part.pieces, "state"),
-            in_thread=self._in_thread,
+            in_thread=self._check,
             doubtful=part.doubtful,
         )
         why = await fetching.run([*part.vouchers, *part.doubtful])
@@ -497,7 +551,7 @@ class Repairer:
             here = f"{_mb(part.pieces.have_bytes)}/{_mb(part.pieces.total_bytes)} MB are here"
             raise RepairFailed(f"the download stopped: {why}; {here}")
         del self._parts[job.fragment]
-        await self._take_over(job, part)
+        return part
 
     async def _take_over(self, job: _Job, part: _Part) -> None:
         reduced = await self._in_thread(part.assembly.finish)

@@ -136,10 +136,10 @@ class Window:
         quarter = int(min(self.path(to).size, self.size)) // 4 // 4096 * 4096
         return min(MOST_CHUNK, max(LEAST_CHUNK, quarter))
 
-    def line_has_room(self, nbytes: int, now: float) -> bool:
-        """Whether the line takes ``nbytes`` more. An empty one always does."""
+    def line_has_room(self, nbytes: int, now: float, share: float = 1.0) -> bool:
+        """Whether the line takes ``nbytes`` more within ``share`` of its window. An empty one always does."""
         counted = sum(p.in_flight for p in self._paths.values() if p.in_flight and now - p.moved_at < STALL)
-        return counted == 0 or counted + nbytes <= self.size
+        return counted == 0 or counted + nbytes <= share * self.size
 
     def path_has_room(self, to: bytes, nbytes: int) -> bool:
         """Whether the path takes ``nbytes`` more. An empty one always does."""

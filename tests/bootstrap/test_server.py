@@ -12,6 +12,7 @@ import pytest
 
 from stretto.bootstrap.server import Bootstrap, BootstrapConfig
 from stretto.node.doctor import run_doctor
+from stretto.node.swarm import runs
 from stretto.node.swarm.clock import SwarmClock
 from stretto.node.swarm.host import Host, HostConfig, HostError
 from stretto.node.swarm.identity import load_or_create
@@ -103,6 +104,38 @@ def test_a_run_of_another_operator_is_refused(scene: Scene) -> None:
     wrong = Invite(RUN.digest(), stranger.peer_id_bytes, scene.invite.addresses)
     with pytest.raises(HostError, match="not signed by the operator that the invite names"):
         scene.thread.call(fetch_run(scene.host, wrong))
+
+
+def test_a_bootstrap_peer_with_another_key_leads_to_the_runs_peers(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two bootstrap peers the one that is left signs with a key of its own."""
+    monkeypatch.setattr(runs, "OTHERS_PAUSE", 0.01)
+    stranger = load_or_create(scene.folder / "operator.key")
+    invite = Invite(RUN.digest(), stranger.peer_id_bytes, scene.invite.addresses)
+    answers, said = [[], [scene.bootstrap.host.identity.peer_id_bytes]], []
+
+    async def others() -> list[bytes]:
+        found = answers.pop(0)
+        if not answers:
+            scene.bootstrap._signed = sign_run(RUN, stranger)  # the peer that is found holds what the operator signed
+        return found
+
+    try:
+        signed = scene.thread.call(fetch_run(scene.host, invite, others=others, say=said.append))
+    finally:
+        scene.bootstrap._signed = sign_run(RUN, scene.bootstrap.host.identity)
+    assert check_run(signed, invite) == RUN
+    assert said == [
+        "the bootstrap peers that answer serve this run under another key; asking the run's peers for its config"
+    ]
+
+    async def nobody() -> list[bytes]:
+        return []
+
+    monkeypatch.setattr(runs, "OTHERS_WAIT", 0.2)
+    with pytest.raises(HostError, match="not signed by the operator"):
+        scene.thread.call(fetch_run(scene.host, invite, others=nobody))
 
 
 def test_forged_runs_do_not_pass_the_check(scene: Scene) -> None:

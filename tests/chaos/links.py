@@ -153,6 +153,11 @@ class Links:
         answer = json.loads(_call("ip", "-n", f"{self.name}-{peer}", "-s", "-j", "link", "show", "dev", "eth0"))
         return int(answer[0]["stats64"]["tx"]["bytes"])
 
+    def bytes_down(self, peer: str) -> int:
+        """Bytes that have come to ``peer`` through its line since the beginning, headers and all."""
+        answer = json.loads(_call("ip", "-n", f"{self.name}-{peer}", "-s", "-j", "link", "show", "dev", "eth0"))
+        return int(answer[0]["stats64"]["rx"]["bytes"])
+
     def close(self) -> None:
         """Remove all namespaces, and with them all that is in them. LinksError names those that would not go."""
         left = []

@@ -34,10 +34,10 @@ def departures(story: Story) -> dict[int, float]:
 
 
 def back(story: Story, hit: Hit, victim: str) -> float:
-    """When ``victim`` was there again: for a kill the first step of its next life, else the fault's end."""
+    """When ``victim`` was there again: if it was restarted the first step of its next life, else the fault's end."""
     if hit.end is None:
         return NEVER
-    if hit.fault != "kill":
+    if hit.fault not in ("kill", "leave"):
         return hit.end
     steps = (e["time"] for e in story.events.get(victim, ()) if e["event"] == "step" and e["time"] > hit.end)
     return min(steps, default=NEVER)

@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 
 from stretto.protocol.errors import StrettoError
 from tests.chaos.links import check_machine, remove_leftovers
-from tests.chaos.scenarios import SCENARIOS, Options
+from tests.chaos.options import Options
+from tests.chaos.scenarios import SCENARIOS
 from tests.chaos.stage import Stage
 
 Say = Callable[[str], None]
@@ -70,6 +71,15 @@ def summary(report: dict[str, Any]) -> list[str]:
                 f"{run['faults_done']} faults ({run['faults_per_hour']:.0f} per hour), recovery: median "
                 f"{run['recovery_median']} s, longest {run['recovery_max']} s, never {len(run['never_recovered'])}"
             )
+    lines += [_join_in_words(row) for row in report.get("joins", [])]
+    if "growth" in report:
+        lines.append(
+            f"{report['rounds_committed']} of {report['rounds']} rounds committed through {len(report['changes'])} "
+            f"changes; loss {report['loss_first_and_last_quarter']}; anchors "
+            f"{'equal' if report['anchors_equal'] else 'DIFFER'}"
+        )
+        for row in report["growth"][:5]:
+            lines.append(f"{row['process']}: {row['kind']} {row['growth']:+g} (limit {row['limit']:g})")
     for peer, row in report.get("fast_steps_per_second", {}).items():
         lines.append(
             f"{peer}: {row['equal']} -> {row['mixed']} steps/s (emulated), {row['loss_percent']} % lost; blocked by "
@@ -89,25 +99,50 @@ def summary(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _join_in_words(row: dict[str, Any]) -> str:
+    loss = f" ({row['killed']} killed, {row['stopped']} stopped at half)" if row["killed"] else ""
+    if row["seconds"] is None:
+        return f"{row['peer']}: the download did not end{loss}"
+    return (
+        f"{row['peer']}: {row['bytes'] / 1e6:.1f} MB from {row['gave']} peer(s) in {row['seconds']:.0f} s{loss}, "
+        f"{row['share_of_downlink']:.0%} of the downlink; counted {row['cycles_until_counted']} cycles later; "
+        f"{len(row['donors_rounds_not_committed'])} rounds of the donors not committed meanwhile"
+    )
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="tests.chaos.run", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("scenario", choices=list(SCENARIOS))
-    parser.add_argument("--peers", type=int, default=8, help="of the scenario faults")
-    parser.add_argument("--minutes", type=float, default=30.0, help="length; uneven takes half for each of its runs")
-    parser.add_argument("--faults-per-hour", type=float, default=140.0)
+    parser.add_argument("--peers", type=int, help="of the scenarios faults (8) and churn (4)")
+    parser.add_argument(
+        "--minutes", type=float, help="length: 30, of churn 10; uneven takes half for each of its runs"
+    )
+    parser.add_argument("--faults-per-hour", type=float, default=140.0, help="of the scenario faults")
+    parser.add_argument("--every", type=float, default=120.0, help="churn: seconds from one change to the next")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", type=Path, required=True, help="where to write the JSON report")
     parser.add_argument("--keep", action="store_true", help="keep logs and metrics also after a success")
     given = parser.parse_args()
-    if given.peers < 3 or given.minutes <= 0 or given.faults_per_hour <= 0:
-        parser.error("--peers must be at least 3, --minutes and --faults-per-hour positive")
+    short = given.scenario == "churn"
+    given.peers = given.peers if given.peers is not None else 4 if short else 8
+    given.minutes = given.minutes if given.minutes is not None else 10.0 if short else 30.0
+    if given.peers < 3 or min(given.minutes, given.faults_per_hour, given.every) <= 0:
+        parser.error("--peers must be at least 3, --minutes, --every and --faults-per-hour positive")
+    if short and given.minutes * 60 < 3 * given.every:
+        parser.error("--minutes must be long enough for two changes --every so many seconds, and a calm end")
 
     def interrupted(_number: int, _frame: object) -> NoReturn:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupted)
-    options = Options(peers=given.peers, minutes=given.minutes, faults_per_hour=given.faults_per_hour, seed=given.seed)
+    options = Options(
+        peers=given.peers,
+        minutes=given.minutes,
+        faults_per_hour=given.faults_per_hour,
+        every=given.every,
+        seed=given.seed,
+    )
     try:
         report = run_scenario(given.scenario, options, keep=given.keep)
     except StrettoError as error:

@@ -8,32 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.chaos import chains
+from tests.chaos.churn import churn
 from tests.chaos.faults import Fault, Times, each_once, plan
 from tests.chaos.inject import Injector
+from tests.chaos.join import join
 from tests.chaos.links import Line
+from tests.chaos.options import Options, Outcome
 from tests.chaos.report import committed, make_report, plain_reason, steps_per_second
 from tests.chaos.stage import Stage
 from tests.chaos.story import Story
 from tests.chaos.swarm import Setting, Swarm
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the command line sets. ``peers`` and ``faults_per_hour`` are of the scenario ``faults`` only."""
-
-    peers: int = 8
-    minutes: float = 30.0
-    faults_per_hour: float = 140.0
-    seed: int = 1
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A report, and in words each goal that was missed."""
-
-    report: dict[str, Any]
-    missed: list[str]
-
 
 # ---------------------------------------------------------------------- faults
 
@@ -168,7 +152,7 @@ def partition(stage: Stage, options: Options) -> Outcome:
     with stage.swarm(setting) as swarm:
         swarm.await_first_commit()
         for count in (2, 3):
-            _pass(stage, swarm, cycles["healed" if splits else "before"])
+            stage.pass_cycles(swarm, cycles["healed" if splits else "before"])
             splits.append(_split(stage, swarm, (tuple(names[:count]), tuple(names[count:])), cycles["cut"]))
         story = stage.finish(swarm)
     return _judge_partition(story, splits)
@@ -182,24 +166,12 @@ def _split(stage: Stage, swarm: Swarm, sides: tuple[tuple[str, ...], tuple[str, 
     sizes = {name: node.process.log.stat().st_size for name, node in swarm.nodes.items()}
     for peer in sides[1]:
         swarm.links.move(peer, 1)
-    _pass(stage, swarm, cycles)
+    stage.pass_cycles(swarm, cycles)
     printed = {name: _printed(node.process.log.read_bytes()[sizes[name] :]) for name, node in swarm.nodes.items()}
     for peer in sides[1]:
         swarm.links.move(peer, 0)
     stage.say("healed")
     return Split(sides, begin, time.time(), printed)
-
-
-def _pass(stage: Stage, swarm: Swarm, cycles: int) -> None:
-    """Wait until so many cycles have passed on every peer: a side that commits nothing keeps its interval."""
-    setting = swarm.setting
-    begin = {name: node.round for name, node in swarm.nodes.items()}
-    more = cycles * setting.fragments
-
-    def passed() -> bool:
-        return all(node.ended or node.round >= begin[name] + more for name, node in swarm.nodes.items())
-
-    stage.follow(swarm, None, done=passed, limit=4 * cycles * setting.cycle)
 
 
 def _printed(log: bytes, most: int = 8) -> list[str]:
@@ -299,4 +271,6 @@ SCENARIOS: Mapping[str, Callable[[Stage, Options], Outcome]] = {
     "uneven": uneven,
     "partition": partition,
     "short": short,
+    "join": join,
+    "churn": churn,
 }

@@ -4,7 +4,7 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +68,27 @@ class Stage:
                 self.say(f"{said - began:5.0f} s  {progress(swarm.story(), injector)}")
             time.sleep(0.2)
         return True
+
+    def pass_cycles(self, swarm: Swarm, cycles: int) -> None:
+        """Wait until so many cycles have passed on every peer: a side that commits nothing keeps its interval."""
+        setting = swarm.setting
+        begin = {name: node.round for name, node in swarm.nodes.items()}
+        more = cycles * setting.fragments
+
+        def passed() -> bool:
+            return all(node.ended or node.round >= begin[name] + more for name, node in swarm.nodes.items())
+
+        self.follow(swarm, None, done=passed, limit=4 * cycles * setting.cycle)
+
+    def part(self, swarm: Swarm, names: Collection[str], *, limit: float) -> bool:
+        """End a run that has no last round: when ``names`` hold equal chains, all are asked to leave at once.
+
+        False if they were not equal within ``limit`` seconds; then they leave all the same.
+        """
+        equal = self.follow(swarm, None, done=lambda: len({swarm.nodes[n].tips() for n in names}) == 1, limit=limit)
+        swarm.ask_to_leave()
+        self.follow(swarm, None, done=lambda: all(node.ended for node in swarm.nodes.values()), limit=20)
+        return equal
 
     def finish(self, swarm: Swarm, injector: Injector | None = None) -> Story:
         """Wait until the nodes have ended by themselves after the last round; the story of the run."""

@@ -38,8 +38,13 @@ class Setting:
     inner_steps: int = 72
     fragments: int = 4
     hidden: int = 128
+    layers: int = 4
+    heads: int = 4
     tokens_per_step: int = 128
+    sequence_length: int = 64
+    tau_max: int = 5
     window: float = 3.0
+    log_budget: str = "1GB"
     line: Line = field(default_factory=Line)
     lines: Mapping[str, Line] = field(default_factory=dict)
     """Lines of single peers."""
@@ -67,22 +72,22 @@ class Setting:
         return self.interval * self.fragments
 
     def run(self, corpus: Path) -> RunConfig:
-        """The run config. With 128 hidden units the model has 0.9 million parameters."""
+        """The run config. With h hidden units a layer has 13 h^2 parameters: four of 128 make 0.9 million."""
         model: dict[str, Any] = {
             "model_type": "llama",
             "vocab_size": 272,
             "hidden_size": self.hidden,
             "intermediate_size": 3 * self.hidden,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
             "tie_word_embeddings": True,
         }
         return RunConfig(
             name="chaos",
             model=model,
-            data=DataConfig(source=f"text:{corpus}", sequence_length=64),
+            data=DataConfig(source=f"text:{corpus}", sequence_length=self.sequence_length),
             inner=InnerConfig(lr=2e-3, tokens_per_step=self.tokens_per_step, warmup_steps=10, total_steps=1_000_000),
-            outer=OuterConfig(fragments=self.fragments, inner_steps=self.inner_steps, tau_max=5),
+            outer=OuterConfig(fragments=self.fragments, inner_steps=self.inner_steps, tau_max=self.tau_max),
             group=GroupConfig(window=self.window),
             eval=EvalConfig(sequences=8),
         )
@@ -98,11 +103,13 @@ class Setting:
             "inner_steps": self.inner_steps,
             "fragments": self.fragments,
             "hidden": self.hidden,
+            "layers": self.layers,
             "tokens_per_step": self.tokens_per_step,
             "interval_seconds": round(self.interval, 2),
             "cycle_seconds": round(self.cycle, 2),
             "window_seconds": self.window,
             "lines_mbit": {name: [line[name].up, line[name].down] for name in self.names},
+            "line_mbit": [self.line.up, self.line.down],
         }
 
 
@@ -116,9 +123,10 @@ def write_corpus(folder: Path) -> Path:
 
 @dataclass
 class Node:
-    """One peer over all its lives."""
+    """One peer over all its lives. ``line`` names the one that it is behind."""
 
     name: str
+    line: str
     lives: list[Process]
     events: list[dict[str, Any]] = field(default_factory=list)
     offset: int = 0
@@ -136,6 +144,11 @@ class Node:
     def ended(self) -> bool:
         """Whether the present life is over."""
         return self.process.popen.poll() is not None
+
+    def tips(self) -> tuple[tuple[int, str], ...]:
+        """Fragment and head of each chain that it has spoken of, as of its last word."""
+        heads = {event["fragment"]: event["head"] for event in self.events if "head" in event}
+        return tuple(sorted(heads.items()))
 
     def read(self) -> None:
         """Take in what the metrics file has more."""
@@ -162,6 +175,7 @@ class Swarm:
         self.nodes: dict[str, Node] = {}
         self.hits: list[Hit] = []
         self.invite = ""
+        self.bootstrap: Process | None = None
 
     # ------------------------------------------------------------------ life
 
@@ -173,7 +187,7 @@ class Swarm:
         for name in setting.names:
             self.links.add(name, setting.lines.get(name, setting.line))
         invite_file = self.lab.folder / "invite"
-        bootstrap = self.lab.start(
+        bootstrap = self.bootstrap = self.lab.start(
             BOOTSTRAP, "bootstrap", run, "--data-dir", self.lab.folder / BOOTSTRAP, "--host", host,
             "--port", str(PORT), "--invite-file", invite_file, inside=self.links.inside(BOOTSTRAP), tied=True,
         )  # fmt: skip
@@ -182,15 +196,23 @@ class Swarm:
         self.invite = invite_file.read_text(encoding="utf-8").strip()
         for index, name in enumerate(setting.names):
             founder = ("--new-run", "--start-peers", str(setting.peers)) if index == 0 else ()
-            self.nodes[name] = Node(name, [self._join(name, *founder)])
+            self.nodes[name] = Node(name, name, [self._join(name, name, *founder)])
 
-    def _join(self, name: str, *more: str) -> Process:
+    def add(self, name: str, *, line: str | None = None) -> Node:
+        """One more peer, with an empty disk: behind a line of its own, or behind that of a peer that is gone."""
+        if line is None:
+            line = name
+            self.links.add(name, self.setting.lines.get(name, self.setting.line))
+        node = self.nodes[name] = Node(name, line, [self._join(name, line)])
+        return node
+
+    def _join(self, name: str, line: str, *more: str) -> Process:
         folder = self.lab.folder / name
         return self.lab.start(
-            name, "join", self.invite, "--data-dir", folder, "--host", self.links.address(name), "--port", str(PORT),
+            name, "join", self.invite, "--data-dir", folder, "--host", self.links.address(line), "--port", str(PORT),
             "--device", "cpu", "--threads", "1", "--pace", f"{self.setting.pace_of(name):g}",
-            "--rounds", str(self.setting.rounds), *more,
-            folder=folder, inside=self.links.inside(name), tied=True,
+            "--rounds", str(self.setting.rounds), "--log-budget", self.setting.log_budget, *more,
+            folder=folder, inside=self.links.inside(line), tied=True,
         )  # fmt: skip
 
     def poll(self) -> None:
@@ -235,12 +257,17 @@ class Swarm:
         node.process.signal(signal.SIGKILL)
         node.process.popen.wait(10)
 
+    def leave(self, name: str) -> None:
+        """SIGTERM: it leaves in order, and ``restart`` may bring it back."""
+        self.nodes[name].down = True
+        self.nodes[name].process.signal(signal.SIGTERM)
+
     def restart(self, name: str) -> bool:
-        """Start a killed node again with the same data dir; False while something of its last life is still there."""
+        """Start a node that is gone with the same data dir; False while something of its last life is still there."""
         node = self.nodes[name]
         if node.process.family():
             return False
-        node.lives.append(self._join(name))
+        node.lives.append(self._join(name, node.line))
         node.down = False
         return True
 
@@ -274,7 +301,7 @@ class Swarm:
             exits[name] = node.process.popen.poll()
         return Story(
             setting=self.setting.to_dict(),
-            peers=self.setting.names,
+            peers=list(self.nodes) or self.setting.names,
             rounds=self.setting.rounds,
             fragments=self.setting.fragments,
             ids=ids,
@@ -282,7 +309,7 @@ class Swarm:
             hits=list(self.hits),
             reports=reports,
             exits=exits,
-            bytes_up={name: self.links.bytes_up(name) for name in self.nodes},
+            bytes_up={name: self.links.bytes_up(node.line) for name, node in self.nodes.items()},
             told_at=time.time(),
             load=os.getloadavg()[0] / (os.cpu_count() or 1),
         )

@@ -247,13 +247,13 @@ class Lab:
         file.write_text(run if isinstance(run, str) else run.to_toml(), encoding="utf-8")
         return file
 
-    def bootstrap(self, run: Path, name: str = "bootstrap", *, port: int = 0) -> tuple[Process, str]:
+    def bootstrap(self, run: Path, name: str = "bootstrap", *flags: str, port: int = 0) -> tuple[Process, str]:
         """A bootstrap peer of the run in a file, and its invite."""
         invite_file = self.folder / f"{name}.invite"
         invite_file.unlink(missing_ok=True)
         process = self.start(
             name, "bootstrap", run, "--data-dir", self.folder / name, "--host", "127.0.0.1", "--port", str(port),
-            "--invite-file", invite_file,
+            "--invite-file", invite_file, *flags,
         )  # fmt: skip
         process.see("invite: stretto:")
         until(invite_file.exists, "the invite file", logs=process.tail)

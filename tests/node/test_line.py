@@ -34,13 +34,15 @@ def line(up: float = 0.0, down: float = 0.0) -> Line:
     return Line(max_upload=up, max_download=down, clock=asyncio.get_running_loop().time)
 
 
-async def carry(sender: Line, receiver: Line, out: Wire, back: Wire, nbytes: int, to: bytes = A) -> float:
+async def carry(
+    sender: Line, receiver: Line, out: Wire, back: Wire, nbytes: int, to: bytes = A, *, patient: bool = False
+) -> float:
     """One transfer; returns its seconds."""
     (reader, writer), (there, answers) = stream(out, back)
     payload = bytes(range(256)) * (nbytes // 256) + bytes(nbytes % 256)
     began = now()
     _, got = await asyncio.gather(
-        write_bytes(reader, writer, memoryview(payload), sender.to(to)),
+        write_bytes(reader, writer, memoryview(payload), sender.to(to, patient=patient)),
         read_bytes(there, answers, nbytes, receiver.to(b"sender")),
     )
     assert got == payload
@@ -187,6 +189,38 @@ def test_streams_take_turns() -> None:
         assert all(ends[n] > 0.8 * last for n in range(4))
 
     run(scene())
+
+
+def test_rounds_come_before_those_who_download_and_do_not_cut_them_off() -> None:
+    async def scene() -> dict[str, float]:
+        here, out, back, ends = line(), Wire(10 * MBIT, 0.02), Wire(10 * MBIT, 0.02), {}
+
+        async def one(name: str, nbytes: int, to: bytes, patient: bool) -> None:
+            await carry(here, line(), out, back, nbytes, to, patient=patient)
+            ends[name] = now()
+
+        async def rounds() -> None:
+            await asyncio.sleep(5)
+            await asyncio.gather(one("a", 2_500_000, A, False), one("b", 2_500_000, B, False))
+
+        states = (one(f"state {n}", 6_250_000, b"joiner", True) for n in (1, 2))
+        await asyncio.gather(rounds(), *states)
+        return ends
+
+    ends = run(scene())
+    # 5 MB need 4 s of 10 Mbit/s; in fair turns with two others they would take 8 s.
+    assert max(ends["a"], ends["b"]) - 5 < 6
+    assert 14 < max(ends["state 1"], ends["state 2"]) < 16  # the line was never idle
+
+    async def flood() -> float:
+        here, out, back = line(), Wire(MBIT, 0.02), Wire(MBIT, 0.02)
+        others = asyncio.gather(*(carry(here, line(), out, back, 2_000_000, bytes([n])) for n in range(4)))
+        seconds = await carry(here, line(), out, back, 200_000, b"joiner", patient=True)
+        assert not others.done()
+        await others
+        return seconds
+
+    assert run(flood()) < CHUNK_TIMEOUT
 
 
 @pytest.mark.parametrize("streams", [1, 5])
