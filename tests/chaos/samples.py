@@ -43,11 +43,11 @@ def growth(points: Sequence[tuple[float, float]]) -> float:
 
 
 def last_two_thirds(points: Sequence[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
-    """The points of the last two thirds of the time from ``begin`` to ``end``; none if they do not cover it."""
-    start = begin + (end - begin) / 3
+    """The points of the last two thirds of the time from ``begin`` to ``end``; none unless they cover all of it: a
+    process that came later is still filling its caches."""
+    start, slack = begin + (end - begin) / 3, 0.1 * (end - begin)
     inside = [(at, value) for at, value in points if start <= at <= end]
-    slack = 0.1 * (end - start)
-    whole = len(inside) >= 5 and inside[0][0] <= start + slack and inside[-1][0] >= end - slack
+    whole = len(inside) >= 5 and points[0][0] <= begin + slack and inside[-1][0] >= end - slack
     return inside if whole else []
 
 

@@ -294,8 +294,9 @@ class Swarm:
         self.poll()
         reports, ids, exits = {}, {}, {}
         for name, node in self.nodes.items():
-            with contextlib.suppress(ValueError, FileNotFoundError):
-                reports[name] = node.process.report()
+            if node.ended and not node.down:  # a file from an earlier life, or of a peer that left for good, is old
+                with contextlib.suppress(ValueError, FileNotFoundError):
+                    reports[name] = node.process.report()
             with contextlib.suppress(FileNotFoundError):
                 ids[name] = (node.process.folder / "identity.key.peer-id").read_text(encoding="utf-8").strip()
             exits[name] = node.process.popen.poll()

@@ -54,7 +54,7 @@ def test_only_figures_that_cover_the_last_two_thirds_count() -> None:
     points = [(float(at), 1.0) for at in range(0, 601, 10)]
     assert [at for at, _ in last_two_thirds(points, 0.0, 600.0)] == [float(at) for at in range(200, 601, 10)]
     assert last_two_thirds(points[:40], 0.0, 600.0) == []
-    assert last_two_thirds(points[30:], 0.0, 600.0) == []
+    assert last_two_thirds(points[10:], 0.0, 600.0) == []  # it came late
 
 
 def sampler(series: dict[tuple[str, str], list[tuple[float, float]]]) -> Sampler:
