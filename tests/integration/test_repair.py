@@ -19,6 +19,7 @@ from stretto.node.swarm.records import SignedRecords, roster_key
 from stretto.node.swarm.repair import Word
 from stretto.node.swarm.thread import NetworkThread
 from stretto.protocol import snapshot
+from stretto.protocol.chain import after
 from stretto.protocol.peer import Repair
 from tests.integration.donor_process import CHUNK_BYTES
 from tests.integration.processes import MARK, Lab, Process, micro_run, no_traceback, until
@@ -151,7 +152,7 @@ def test_kill_9_and_stop_of_donors_during_a_download(lab: Lab, monkeypatch: pyte
                 said = donor.address()
                 ids.append(parse_peer_id(said["peer"]))
                 assert thread.call(host.connect(ids[-1], said["addresses"]))
-            words = [Word(peer=peer, weight=tip.weight) for peer in ids]
+            words = [Word(peer=peer, weight=after(tip).weight) for peer in ids]
 
             async def make() -> RealJoiner:
                 return RealJoiner(host, folder, words)
