@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from stretto.node.ports import free_port
 from tests.integration.processes import Lab, Process, micro_run, no_traceback, until
 
 LONG = 1_000_000
@@ -137,12 +138,17 @@ def tips(node: Process) -> list[int]:
 
 
 def test_new_peers_end_on_the_lineage_of_a_restored_one(lab: Lab) -> None:
-    _, invite = lab.bootstrap(lab.write_run(micro_run(lab.corpus)))
+    run, port = lab.write_run(micro_run(lab.corpus)), free_port()
+    bootstrap, invite = lab.bootstrap(run, port=port)
     old = lab.join(invite, "old", "--new-run", "--pace", "0.02")
     until(lambda: len(old.committed()) >= 6, "some commits", logs=old.tail)
     old.signal(signal.SIGTERM)
     assert old.exit_code() == 0
     before, last = tips(old), max(old.committed())
+    # While anybody remembers that the run was further on, nobody founds it: here nobody does.
+    bootstrap.signal(signal.SIGTERM)
+    assert bootstrap.exit_code() == 0
+    assert lab.bootstrap(run, port=port)[1] == invite
 
     # Told to found the run, and alone: it does. Then the old one comes back, then another new one.
     early = lab.join(invite, "early", "--new-run", "--pace", "0.02")
