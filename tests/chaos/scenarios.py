@@ -56,7 +56,7 @@ def short(stage: Stage, options: Options) -> Outcome:
         injector = Injector(swarm, planned, start=start + setting.interval, stop_at_round=setting.rounds - 6)
         report = make_report(stage.finish(swarm, injector))
     report |= {"faults_skipped": injector.skipped, "seed": options.seed}
-    return Outcome(report, _missed_under_faults(report, share=0.8, median_seconds=45.0))
+    return Outcome(report, _missed_under_faults(report, share=0.7, median_seconds=45.0))
 
 
 def _missed_under_faults(report: Mapping[str, Any], *, share: float, median_seconds: float) -> list[str]:
