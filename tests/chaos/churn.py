@@ -94,7 +94,8 @@ class Tenants:
 
 def churn(stage: Stage, options: Options) -> Outcome:
     """``peers`` peers for ``minutes``, a change every ``every`` seconds."""
-    setting = Setting(peers=options.peers, rounds=1_000_000, hidden=256)
+    # Often, so that as many checkpoints as are kept are there before anything is measured.
+    setting = Setting(peers=options.peers, rounds=1_000_000, hidden=256, checkpoint_every=20.0)
     seconds = options.minutes * 60
     todo = plan(seed=options.seed, places=setting.names[1:], seconds=seconds, every=options.every)
     changes = list(todo)

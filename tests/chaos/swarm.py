@@ -45,6 +45,7 @@ class Setting:
     tau_max: int = 5
     window: float = 3.0
     log_budget: str = "1GB"
+    checkpoint_every: float = 300.0
     line: Line = field(default_factory=Line)
     lines: Mapping[str, Line] = field(default_factory=dict)
     """Lines of single peers."""
@@ -211,7 +212,8 @@ class Swarm:
         return self.lab.start(
             name, "join", self.invite, "--data-dir", folder, "--host", self.links.address(line), "--port", str(PORT),
             "--device", "cpu", "--threads", "1", "--pace", f"{self.setting.pace_of(name):g}",
-            "--rounds", str(self.setting.rounds), "--log-budget", self.setting.log_budget, *more,
+            "--rounds", str(self.setting.rounds), "--log-budget", self.setting.log_budget,
+            "--checkpoint-every", f"{self.setting.checkpoint_every:g}", *more,
             folder=folder, inside=self.links.inside(line), tied=True,
         )  # fmt: skip
 
