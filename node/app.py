@@ -62,7 +62,7 @@ from stretto.node.trainer import StepReport, Trainer, evaluate, make_optimizer
 from stretto.protocol import fp4, wire
 from stretto.protocol import messages as m
 from stretto.protocol.config import RunConfig
-from stretto.protocol.errors import ConfigError
+from stretto.protocol.errors import ConfigError, RemoteProtocolError
 from stretto.protocol.invite import Invite
 from stretto.protocol.peer import Peer
 from stretto.protocol.roster import PeerRecord
@@ -321,8 +321,7 @@ class Node:
     def _resume(self) -> Contents | None:
         """Go on from the last checkpoint, if there is one."""
         contents = self.saver.resume()
-        saved = None if contents is None else wire.decode(Bookmark, contents.reader)
-        bookmark = place(saved, self.journal.read())
+        bookmark = place(self._bookmark_in(contents), self.journal.read())
         if bookmark is not None:
             self.trainer.stream.restore(bookmark)
             places = ", ".join(f"unit {claim.unit} at sample {claim.position}" for claim in bookmark.claims)
@@ -334,6 +333,16 @@ class Node:
                 f"fragments at versions {', '.join(str(tip.version) for tip in self.sync.peer.tips())}"
             )
         return contents
+
+    def _bookmark_in(self, contents: Contents | None) -> Bookmark | None:
+        """The place in the data that a checkpoint holds."""
+        try:
+            return None if contents is None else wire.decode(Bookmark, contents.reader)
+        except RemoteProtocolError as error:
+            self.console.say(
+                f"WARNING the checkpoint's place in the data is left out, some may be read twice: {error}"
+            )
+            return None
 
     def _save_last(self) -> None:
         """The checkpoint from which the next life goes on; a second signal cuts it short and loses only this one."""
@@ -396,6 +405,8 @@ class Node:
                 }
             )
             self.late_merges += merged.late
+            if merged.counted:
+                self.units.contribution_counted()
 
     def _evaluate_if_due(self) -> None:
         """Held-out loss of the local weights, every so many committed rounds."""
@@ -543,8 +554,6 @@ def _make_member(
 
     def say(event: dict[str, Any]) -> None:
         metrics.write(event | chain_fields(event, peer.diloco.fragments))
-        if event["event"] == "round" and event.get("counted") and member is not None and member.units is not None:
-            member.units.contribution_counted()
         text = narrator.line(event, time.monotonic())
         # While it joins, one line sums up what comes of all fragments.
         if text and not (progress.state == "joining" and event.get("state") == "progress"):

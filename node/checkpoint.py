@@ -12,7 +12,8 @@ Capturing takes references to the protocol's arrays, which are never changed in 
 written before the next inner step.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,9 @@ from stretto.protocol.schedule import Clock
 from stretto.protocol.streaming import FragmentState
 
 FORMAT = 1
+
+LOCAL_KINDS = ("weight", "exp_avg", "exp_avg_sq", "step")
+"""What is kept of a parameter: itself, and the state of AdamW by the names that torch gives it."""
 
 Write = tuple[str, Callable[[Path], None]]
 """A file of a checkpoint and what writes it."""
@@ -133,7 +137,17 @@ def _arrays(state: FragmentState) -> dict[str, Vector]:
 
 
 def _write_arrays(arrays: dict[str, Vector], path: Path) -> None:
-    save_arrays(arrays, path)
+    with _as_os_error():
+        save_arrays(arrays, path)
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """safetensors has an error of its own for a disk that is full or fails."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
 
 
 def _write_local(weights: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, path: Path) -> None:
@@ -143,7 +157,8 @@ def _write_local(weights: Mapping[str, torch.nn.Parameter], optimizer: torch.opt
         found[f"weight/{name}"] = weight.detach().contiguous()
         for kind, value in optimizer.state.get(weight, {}).items():
             found[f"{kind}/{name}"] = torch.as_tensor(value).contiguous()
-    save_tensors(found, path)
+    with _as_os_error():
+        save_tensors(found, path)
 
 
 # ---------------------------------------------------------------------- back
@@ -200,8 +215,9 @@ def _read_local(folder: Path, index: int, weights: Mapping[str, torch.nn.Paramet
         if weight is None or weight.shape != expected.shape:
             raise Damaged(f"{path} has no weight {name} of this model")
     for key, value in tensors.items():
-        _, _, name = key.partition("/")
-        if name not in weights or (value.numel() != 1 and value.shape != weights[name].shape):
+        kind, _, name = key.partition("/")
+        fits = kind in LOCAL_KINDS and name in weights
+        if not fits or (value.numel() != 1 and value.shape != weights[name].shape):
             raise Damaged(f"{path} has an odd tensor {key}")
         if not bool(torch.isfinite(value).all()):
             raise Damaged(f"{path} has a tensor {key} that is not finite")
@@ -216,7 +232,7 @@ def _read_state(folder: Path, spec: FragmentSpec, entry: FragmentEntry, sync: Sy
         raise Damaged(f"{path} cannot be read: {error}") from None
     arrays: dict[str, Vector] = {}
     for name, array in found.items():
-        if array.dtype != np.float32 or array.shape != (spec.numel,):
+        if array.dtype != np.float32 or array.shape != (spec.numel,) or not np.isfinite(array).all():
             raise Damaged(f"{path} has an odd array {name}")
         arrays[name] = array
     if not {"anchor", "momentum"} <= arrays.keys():

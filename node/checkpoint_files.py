@@ -4,7 +4,7 @@
         *.safetensors                    tensors
         contents.msgpack                 32 bytes digest, then msgpack: names, sizes and digests of the files above,
                                          and all that is not a tensor
-    checkpoints/unfinished-...           being written; left over by a kill, removed at the next start
+    checkpoints/unfinished-...           being written or removed; left over by a kill, gone at the next start
     checkpoints/damaged-step-...         did not pass the checks; removed when a new one is whole
 
 A checkpoint is written under another name, every file and the folder itself are flushed to the disk, and one rename
@@ -12,12 +12,13 @@ makes it appear. So a kill at any moment, a full disk or a power cut leave the o
 here is trusted: sizes are compared before a file is read, and digests before its contents are used.
 """
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from stretto.node.swarm.folders import flush
 from stretto.protocol import wire
 from stretto.protocol.digest import DIGEST_BYTES, bulk_digest, check_digest
 from stretto.protocol.errors import RemoteProtocolError, StrettoError
@@ -99,7 +100,8 @@ class CheckpointFiles:
         path = self.folder / f"{WHOLE}{step:012}"
         target = path.with_name(DAMAGED + path.name)
         shutil.rmtree(target, ignore_errors=True)
-        path.rename(target)
+        with suppress(OSError):  # then it is named again at the next start
+            path.rename(target)
 
     def clean(self) -> None:
         """Remove what a killed process left half written."""
@@ -109,7 +111,7 @@ class CheckpointFiles:
     def prune(self) -> None:
         """Remove the older checkpoints, and damaged ones."""
         for step in self.steps()[self.keep :]:
-            shutil.rmtree(self.folder / f"{WHOLE}{step:012}", ignore_errors=True)
+            _remove(self.folder / f"{WHOLE}{step:012}")
         for path in self._entries(DAMAGED):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -144,12 +146,12 @@ class Unfinished:
             files = tuple(_flushed(self.path / name) for name in names)
             table = wire.pack(wire.to_plain(Table(files, contents)))
             (self.path / CONTENTS).write_bytes(bulk_digest("checkpoint", [table]) + table)
-            _flush(self.path / CONTENTS)
-            _flush(self.path)
+            flush(self.path / CONTENTS)
+            flush(self.path)
             target = self.path.with_name(f"{WHOLE}{self.step:012}")
-            shutil.rmtree(target, ignore_errors=True)  # of the same step, from before a resume
+            _remove(target)  # of the same step, from before a resume
             self.path.rename(target)
-            _flush(target.parent)
+            flush(target.parent)
         except BaseException:
             self.discard()
             raise
@@ -161,6 +163,15 @@ class Unfinished:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+def _remove(path: Path) -> None:
+    """A checkpoint goes as it came, by one rename: a kill in between must not leave half of it under its name."""
+    aside = path.with_name(f"{UNFINISHED}old-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(OSError):
+        path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def _step_of(path: Path) -> int:
     return int(path.name.removeprefix(WHOLE))
 
@@ -170,17 +181,8 @@ def _mb(nbytes: int) -> str:
 
 
 def _flushed(path: Path) -> FileEntry:
-    _flush(path)
+    flush(path)
     return FileEntry(path.name, path.stat().st_size, bulk_digest("checkpoint", _pieces(path)))
-
-
-def _flush(path: Path) -> None:
-    """To the disk, not to its cache."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

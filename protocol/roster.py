@@ -56,6 +56,8 @@ class PeerRecord:
             raise ValueError("too many fragments, or not as many token counts as versions")
         for value in (self.step, self.tau, self.tokens, *self.versions, *self.chain_tokens, *self.last_tokens):
             check_count("counter", value)
+        if any(last > total for last, total in zip(self.last_tokens, self.chain_tokens, strict=True)):
+            raise ValueError("a last commit of more tokens than its chain")
         check_digest("heads", self.heads)
 
     def weights(self) -> list[tuple[int, int, int]]:

@@ -229,7 +229,7 @@ class UnitKeeper:
             self._say({"event": "unit", "unit": unit, "what": what, "position": position})
 
     def contribution_counted(self) -> None:
-        """A round has taken over what was trained on up to its departure."""
+        """The swarm has taken over what was trained on up to a round's departure."""
         with self._changed:
             self._counted += 1
 

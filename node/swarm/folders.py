@@ -23,6 +23,15 @@ def own_folder(folder: Path, *, parents: bool) -> None:
         )
 
 
+def flush(path: Path) -> None:
+    """What was written to a file, or renamed in a folder, goes to the disk, not to its cache only. OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def write_whole(path: Path, text: str, option: str) -> None:
     """Write ``text`` to ``path`` so that a reader sees all of it or nothing. ConfigError names ``option``."""
     temporary = path.with_name(path.name + ".new")

@@ -32,6 +32,7 @@ import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from stretto.node.swarm.folders import flush
 from stretto.node.swarm.locks import ProcessLock
 from stretto.protocol.errors import ConfigError, RemoteProtocolError
 
@@ -255,7 +256,7 @@ def _write_new(path: Path, content: bytes) -> None:
             _link(temporary, path, content)
         finally:
             temporary.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        flush(path.parent)
     except FileExistsError:
         return  # another process was faster; its key counts
     except OSError as error:
@@ -283,14 +284,6 @@ def _link(temporary: Path, path: Path, content: bytes) -> None:
         # No hard links here (FAT, some network shares): write in place, still never over another file. A crash in
         # between leaves a short file, which the next start refuses by name.
         _write_exclusive(path, content)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _note_peer_id(identity: Identity) -> None:

@@ -1,6 +1,12 @@
 """Checkpoints: whole or not there, checked before use, and a replica that goes on as if nothing had happened."""
 
 import errno
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +16,8 @@ import torch
 from torch import nn
 
 from stretto.node import checkpoint_files
-from stretto.node.checkpoint_files import CheckpointFiles, Damaged, NoRoom
+from stretto.node.checkpoint import Captured, capture
+from stretto.node.checkpoint_files import CheckpointFiles
 from stretto.node.saving import Saver
 from stretto.node.sync import Sync
 from stretto.protocol.actions import Rules
@@ -222,7 +229,7 @@ def test_a_state_that_does_not_fit_its_record_is_refused(tmp_path: Path) -> None
     state.anchor = state.anchor + np.float32(1)  # a file written from broken memory passes every checksum
     replica.saver.save(wait=True)
     second = Replica(tmp_path)
-    before = second.everything() if second.optimizer.state else [second.model.gather(i).tobytes() for i in range(2)]
+    before = [second.model.gather(i).tobytes() for i in range(2)]
     assert second.saver.resume() is None
     assert "another state than its record says" in second.said[0]["what"]
     assert [second.model.gather(i).tobytes() for i in range(2)] == before
@@ -270,7 +277,7 @@ def test_a_full_disk_costs_the_checkpoint_only(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_files, "_flush", full)
+        patch.setattr(checkpoint_files, "flush", full)
         replica.saver.save(wait=True)
     assert "No space left" in replica.said[-1]["what"]
     assert "--data-dir" in replica.said[-1]["what"]
@@ -313,6 +320,66 @@ def test_files_outside_the_folder_are_not_named(tmp_path: Path) -> None:
             checkpoint_files.FileEntry(name, 1, bytes(32))
 
 
-def test_no_room_and_damage_are_errors_in_words() -> None:
-    assert str(NoRoom("x")) == "x"
-    assert str(Damaged("y")) == "y"
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """Let the system refuse to write more to any file, as a disk that fills up does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_file_costs_the_checkpoint_only(tmp_path: Path) -> None:
+    replica = lived(tmp_path)
+    replica.saver.save(wait=True)
+    expected = replica.everything()
+    replica.train(1)
+    sizes = [path.stat().st_size for path in (tmp_path / "step-000000000010").glob("local-*")]
+    with largest_file(min(sizes) // 2):  # in the training thread
+        replica.saver.save(wait=True)
+    assert "the checkpoint could not be written" in replica.said[-1]["what"]
+    shared = [path.stat().st_size for path in (tmp_path / "step-000000000010").glob("shared-*")]
+    unfinished = replica.files.write(11, 0, [])
+    with largest_file(min(shared) // 2), pytest.raises(OSError, match="File too large"):  # as in the writer's thread
+        unfinished.add(capture_of(replica).shared)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000000010"]
+    assert resumed(tmp_path).everything() == expected
+
+
+def capture_of(replica: Replica) -> Captured:
+    return capture(replica.sync, replica.optimizer, run=replica.config.digest(), peer=ME, tokens=0, reader=b"")
+
+
+SAVE_FOR_EVER = """
+import os, pathlib, sys
+from stretto.node.checkpoint_files import CheckpointFiles
+files = CheckpointFiles(pathlib.Path(sys.argv[1]), keep=2)
+files.clean()
+step = max(files.steps(), default=0)
+while True:
+    step += 1
+    data = step.to_bytes(8, "big") * 50_000
+    write = lambda path: path.write_bytes(data) and None
+    files.write(step, 0, [("0.safetensors", write), ("1.safetensors", write)]).finish(data[:8])
+    print(step, flush=True)
+"""
+
+
+def test_kill_9_at_any_moment_of_writing_leaves_whole_checkpoints(tmp_path: Path) -> None:
+    random = np.random.default_rng(5)
+    files, reached = CheckpointFiles(tmp_path, keep=2), 0
+    for _ in range(20):
+        with subprocess.Popen([sys.executable, "-c", SAVE_FOR_EVER, tmp_path], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()  # it is in the middle of its second one now
+            time.sleep(float(random.uniform(0.0, 0.02)))
+            writer.kill()
+        steps = files.steps()
+        assert steps[0] > reached
+        for step in steps:
+            folder, contents = files.read(step)  # whole, by size and digest
+            assert int.from_bytes(contents, "big") == step
+            assert len(list(folder.iterdir())) == 3
+        reached = steps[0]
