@@ -48,4 +48,29 @@ static inline PyObject *new_payload(Py_ssize_t size)
     return payload;
 }
 
+/* Writes the payload of n values into their scales and codes. Returns 0 if one of them cannot be held. */
+typedef int (*encoder)(const bits32 *x, Py_ssize_t n, uint8_t *scales, uint8_t *codes);
+
+/* encode(x) of a codec whose payload is all scales, so many bytes per block, then all codes, of so many bits: a bytes
+   object, or None if a value cannot be held. */
+static inline PyObject *encode_argument(PyObject *args, encoder encode, Py_ssize_t scale_bytes, Py_ssize_t bits)
+{
+    Py_buffer x;
+    int good = 0;
+    if (!PyArg_ParseTuple(args, "y*:encode", &x))
+        return NULL;
+    const Py_ssize_t n = x.len / 4, head = scale_bytes * count_blocks(n);
+    PyObject *payload = new_payload(head + (n * bits + 7) / 8);
+    if (payload != NULL) {
+        uint8_t *scales = (uint8_t *)PyBytes_AS_STRING(payload);
+        Py_BEGIN_ALLOW_THREADS
+        good = encode(x.buf, n, scales, scales + head);
+        Py_END_ALLOW_THREADS
+        if (!good)
+            Py_SETREF(payload, Py_NewRef(Py_None));
+    }
+    PyBuffer_Release(&x);
+    return payload;
+}
+
 #endif

@@ -138,22 +138,7 @@ static PyObject *encode_into(PyObject *Py_UNUSED(self), PyObject *args)
 
 static PyObject *encode_payload(PyObject *Py_UNUSED(self), PyObject *args)
 {
-    Py_buffer x;
-    int good = 0;
-    if (!PyArg_ParseTuple(args, "y*:encode", &x))
-        return NULL;
-    const Py_ssize_t n = x.len / 4;
-    PyObject *payload = new_payload(count_blocks(n) + code_bytes(n));
-    if (payload != NULL) {
-        uint8_t *scales = (uint8_t *)PyBytes_AS_STRING(payload);
-        Py_BEGIN_ALLOW_THREADS
-        good = encode(x.buf, n, scales, scales + count_blocks(n));
-        Py_END_ALLOW_THREADS
-        if (!good)
-            Py_SETREF(payload, Py_NewRef(Py_None));
-    }
-    PyBuffer_Release(&x);
-    return payload;
+    return encode_argument(args, encode, 1, 4);
 }
 
 static PyObject *add_into(PyObject *Py_UNUSED(self), PyObject *args)

@@ -51,8 +51,9 @@ INLINE int encode_block(const bits32 *restrict x, pair16 *restrict word, uint8_t
 }
 
 /* Encode n values. Returns 0 if one of them is not finite. */
-EVERY_CPU static int encode(const bits32 *x, Py_ssize_t n, pair16 *words, uint8_t *codes)
+EVERY_CPU static int encode(const bits32 *x, Py_ssize_t n, uint8_t *scales, uint8_t *codes)
 {
+    pair16 *words = (pair16 *)scales;
     const Py_ssize_t blocks = n / BLOCK, rest = n % BLOCK;
     for (Py_ssize_t b = 0; b < blocks; b++)
         if (!encode_block(x + b * BLOCK, words + b, codes + b * BLOCK))
@@ -86,22 +87,7 @@ EVERY_CPU static void add(const pair16 *words, const int8_t *codes, float weight
 
 static PyObject *encode_payload(PyObject *Py_UNUSED(self), PyObject *args)
 {
-    Py_buffer x;
-    int good = 0;
-    if (!PyArg_ParseTuple(args, "y*:encode", &x))
-        return NULL;
-    const Py_ssize_t n = x.len / 4;
-    PyObject *payload = new_payload(2 * count_blocks(n) + n);
-    if (payload != NULL) {
-        uint8_t *words = (uint8_t *)PyBytes_AS_STRING(payload);
-        Py_BEGIN_ALLOW_THREADS
-        good = encode(x.buf, n, (pair16 *)words, words + 2 * count_blocks(n));
-        Py_END_ALLOW_THREADS
-        if (!good)
-            Py_SETREF(payload, Py_NewRef(Py_None));
-    }
-    PyBuffer_Release(&x);
-    return payload;
+    return encode_argument(args, encode, 2, 8);
 }
 
 static PyObject *add_into(PyObject *Py_UNUSED(self), PyObject *args)
