@@ -305,8 +305,6 @@ class Report:
     committed: int
     checked_work: int
     """For how many peers and fragments the work was added up."""
-    rivals: bool
-    """Whether two lineages grew from one record, which a decision that nobody heard before a cut can bring about."""
     cpu: float = field(default=0.0, compare=False)
     """Processor seconds that it took."""
 
@@ -365,12 +363,11 @@ def run(schedule: Schedule, walk: Walk) -> Report:
     walk.settle()
     walk.check_recovered(versions)
     rivals = walk.ledger.rivals()
-    cut = any(struck.strike.fault is Fault.PARTITION for struck in walk.struck)
-    assert cut or not rivals, f"two lineages grew, one of them from version {rivals[0].version}"
+    assert not rivals, f"two lineages grew, one of them from version {rivals[0].version}"
     checked = walk.check_work()
     if not any(struck.strike.fault is Fault.CORRUPT for struck in walk.struck):
         assert not walk.refused, f"an honest peer was refused: {walk.refused[0]}"
-    return Report(schedule, "", len(walk.struck), len(walk.committed()), checked, bool(rivals))
+    return Report(schedule, "", len(walk.struck), len(walk.committed()), checked)
 
 
 def play(schedule: Schedule, trace: list[str] | None = None) -> Report:
@@ -382,7 +379,7 @@ def play(schedule: Schedule, trace: list[str] | None = None) -> Report:
         text = f"{type(error).__name__}: {error}"
         if not isinstance(error, AssertionError) or not str(error):
             text += "\n" + "".join(traceback.format_exception(error)[-3:]).rstrip()
-        return Report(schedule, text, len(walk.struck), len(walk.committed()), 0, False)
+        return Report(schedule, text, len(walk.struck), len(walk.committed()), 0)
 
 
 def play_all(schedules: Sequence[Schedule]) -> list[Report]:
