@@ -113,6 +113,11 @@ def event_in_words(event: dict[str, Any]) -> str | None:
             f"checkpoint of step {event['step']} written: {event['bytes'] / 1e6:,.1f} MB in {event['seconds']:.1f} s, "
             f"training waited {event['blocked_seconds']:.2f} s"
         )
+    if kind == "lost":
+        return (
+            f"peer {event['peer'][-8:]} is gone without having left: {event['tokens']:,} tokens that it trained on "
+            "are lost, unless it comes back with them"
+        )
     if kind == "fault":
         return f"WARNING {event.get('peer', '')} {event['what']}".replace("  ", " ")
     return None

@@ -37,7 +37,7 @@ from stretto.protocol.digest import check_digest, check_peer
 from stretto.protocol.errors import RemoteProtocolError
 from stretto.protocol.schedule import MAX_TIME, Clock
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_TEXT = 300
 """Longest reason or name in characters that is read from a peer."""

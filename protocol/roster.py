@@ -26,7 +26,8 @@ class PeerRecord:
     ``rate`` is in inner steps per second (0 before it is known), ``versions`` counts commits per fragment,
     ``chain_tokens`` the tokens in their chains and ``last_tokens`` those of the last commits, ``heads`` is one digest
     over all chain heads, ``tau`` the overlap in inner steps, ``loss`` the latest training loss, ``data`` the work
-    units that it has and those that it knows of.
+    units that it has and those that it knows of. ``tokens`` is what it has trained on, ``uncounted`` how many of these
+    no round has counted yet, ``lost`` what it has seen lost with peers that vanished.
     """
 
     version: str
@@ -43,6 +44,8 @@ class PeerRecord:
     chain_tokens: tuple[int, ...]
     last_tokens: tuple[int, ...]
     heads: bytes
+    uncounted: int = 0
+    lost: int = 0
     data: DataWord = field(default_factory=DataWord)
 
     def __post_init__(self) -> None:
@@ -54,7 +57,8 @@ class PeerRecord:
             raise ValueError("rate is not a rate")
         if len(self.versions) > 256 or {len(self.chain_tokens), len(self.last_tokens)} != {len(self.versions)}:
             raise ValueError("too many fragments, or not as many token counts as versions")
-        for value in (self.step, self.tau, self.tokens, *self.versions, *self.chain_tokens, *self.last_tokens):
+        counters = (self.step, self.tau, self.tokens, self.uncounted, self.lost)
+        for value in (*counters, *self.versions, *self.chain_tokens, *self.last_tokens):
             check_count("counter", value)
         if any(last > total for last, total in zip(self.last_tokens, self.chain_tokens, strict=True)):
             raise ValueError("a last commit of more tokens than its chain")

@@ -144,6 +144,11 @@ class StreamingDiLoCo:
         for state in self.fragments:
             state.tokens += tokens
 
+    def uncounted(self) -> int:
+        """Tokens trained on that no round has counted yet, the fragments' mean by size: lost with this peer."""
+        weights = sum(state.anchor.size for state in self.fragments)
+        return sum(max(0, state.tokens) * state.anchor.size for state in self.fragments) // max(1, weights)
+
     def leave(self, fragment: int, local: Vector, *, consume: bool = False) -> Contribution:
         """The contribution of the present local weights, (n,) float32. LocalProtocolError if a result is pending.
 

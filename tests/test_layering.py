@@ -56,7 +56,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("node/model.py",),  # an error type of transformers' configs lies there
     "libp2p": ("node/doctor_probe.py",),
     "msgpack": ("protocol/wire.py",),
-    "multiaddr": ("node/doctor_probe.py",),
+    "multiaddr": ("node/doctor_probe.py", "node/swarm/host.py"),
     "numpy": ("protocol/*", "node/*"),  # the arrays of codecs and token streams
     "platformdirs": ("node/config.py", "node/paths.py"),
     "prometheus_client": ("node/metrics/*",),

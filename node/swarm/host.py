@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import multiaddr
 from hivemind.dht.node import DHTNode
 from hivemind.dht.validation import RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
@@ -49,12 +50,18 @@ class HostError(StrettoError):
 
 @dataclass(frozen=True, kw_only=True)
 class HostConfig:
-    """Where to listen and what to announce. ``socket_dir`` keeps the daemon's sockets, cleaned at every start."""
+    """Where to listen and what to announce. ``socket_dir`` keeps the daemon's sockets, cleaned at every start.
+
+    With ``relays`` this peer asks them for a place (circuit relay v2) and is announced there too once it has one. The
+    daemon asks at once where it knows four relays, else after three minutes: it waits for better ones.
+    """
 
     host: str
     port: int
     announce: tuple[str, ...]
     socket_dir: Path
+    relays: tuple[str, ...] = ()
+    """Peers at /.../p2p/ID that accept connections for this one, which cannot be reached itself."""
     startup_timeout: float = 30.0
     dial_timeout: float = 10.0
 
@@ -98,7 +105,9 @@ class Host:
                 nat_port_map=False,
                 auto_nat=False,
                 dht_mode="server",
-                force_reachability="public",
+                force_reachability="private" if config.relays else "public",
+                use_auto_relay=bool(config.relays),
+                trusted_relays=list(config.relays) or None,
                 idle_timeout=60,
             )
         except (P2PDaemonError, OSError, ValueError) as error:
@@ -117,6 +126,11 @@ class Host:
         found = await self.p2p.get_visible_maddrs(latest=True)
         suffix = f"/p2p/{self.identity.peer_id}"
         self.addresses = tuple(str(address).removesuffix(suffix) + suffix for address in found)
+
+    @property
+    def relayed(self) -> bool:
+        """Whether this peer has a place at a relay."""
+        return any(is_relayed(address) for address in self.addresses)
 
     async def dial(self, address: str) -> None:
         """Connect to a peer at /.../p2p/ID and make it part of the DHT. HostError if it cannot be reached."""
@@ -176,8 +190,8 @@ class Host:
 
     async def connect(self, peer: bytes, addresses: Sequence[str]) -> bool:
         """Let the daemon know a peer of the roster; False if it cannot be reached now."""
-        known = [Multiaddr(a.split("/p2p/")[0]) for a in addresses if a.startswith("/")]
         with contextlib.suppress(ControlFailure, P2PDaemonError, OSError, ValueError, asyncio.TimeoutError):
+            known = [_place(address) for address in addresses if address.startswith("/")]
             await asyncio.wait_for(self.p2p._client.connect(PeerID(peer), known), self.config.dial_timeout)
             return True
         return False
@@ -253,6 +267,20 @@ async def dial_all(host: Host, addresses: Sequence[str]) -> tuple[list[str], dic
         else:
             reached.append(address)
     return reached, errors
+
+
+def is_relayed(address: str) -> bool:
+    """Whether an address leads through a relay."""
+    return "/p2p-circuit" in address
+
+
+def _place(address: str) -> Multiaddr:
+    """An address without the peer id at its end. ValueError if it is none.
+
+    hivemind's own class encodes the relay's id in the middle of an address in a way that the daemon does not read.
+    """
+    place = address.rsplit("/p2p/", 1)[0]
+    return cast(Multiaddr, multiaddr.Multiaddr(place)) if is_relayed(place) else Multiaddr(place)
 
 
 def _reason(error: Exception) -> str:

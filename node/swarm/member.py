@@ -10,9 +10,12 @@ from typing import Any
 from stretto.node.data.units import UnitKeeper
 from stretto.node.swarm.exchange import Exchange
 from stretto.node.swarm.host import Host, dial_all
+from stretto.node.swarm.identity import format_peer_id
 from stretto.node.swarm.inflow import Inflow
 from stretto.node.swarm.isolation import Isolation, Unanswered
 from stretto.node.swarm.known_peers import KnownPeers
+from stretto.node.swarm.losses import Losses
+from stretto.node.swarm.reach import Reach
 from stretto.node.swarm.roster import EXPIRY, Roster
 from stretto.node.swarm.time_keeper import TimeKeeper
 from stretto.protocol.digest import digest
@@ -58,6 +61,7 @@ class Member:
     """What ``await_start`` or ``linger`` waits for, in words."""
     isolation: Isolation = field(default_factory=Isolation)
     unanswered: Unanswered = field(default_factory=Unanswered)
+    losses: Losses = field(default_factory=Losses)
     units: UnitKeeper | None = None
     """This node's share of the data; None where nothing is trained on."""
     _dialled: str = ""
@@ -68,10 +72,11 @@ class Member:
         """Begin to answer peers and to keep the roster."""
         self.time.trainers = lambda: list(self.roster.peers)
         self.time.say = self.say
-        self.roster.heard = self._hear_units
+        self.roster.heard = self._hear
         await self.exchange.start()
         loop = asyncio.get_running_loop()
-        work = (self.roster.keep(), self._keep_time(), self._stay_connected(), self._watch_twin())
+        reach = Reach(self.host, self.exchange, say=self.say, tell=self.tell)
+        work = (self.roster.keep(), self._keep_time(), self._stay_connected(), self._watch_twin(), reach.keep())
         self._tasks = [loop.create_task(self.exchange.guarded(part)) for part in work]
 
     async def _keep_time(self) -> None:
@@ -187,7 +192,7 @@ class Member:
             version=version,
             state=progress.state,
             addresses=self.host.addresses[:16],
-            client_mode=client_mode,
+            client_mode=client_mode or (bool(self.host.config.relays) and not self.host.relayed),
             rate=progress.rate,
             step=progress.step,
             loss=progress.loss,
@@ -198,6 +203,8 @@ class Member:
             chain_tokens=tuple(tip.tokens_total for tip in tips),
             last_tokens=tuple(tip.tokens_total - tip.tokens_before for tip in tips),
             heads=digest("heads", [tip.head for tip in tips]),
+            uncounted=peer.diloco.uncounted(),
+            lost=self.losses.tokens,
             data=self._data_word(),
         )
 
@@ -207,8 +214,10 @@ class Member:
         state = self.progress.state
         return self.units.word(active=state in ("ready", "training"), clean=state in AWAY)
 
-    def _hear_units(self, published: PeerRecord | None, ends: float) -> None:
+    def _hear(self, published: PeerRecord | None, ends: float) -> None:
         """After a reading of the roster."""
+        for peer, tokens in self.losses.look(self.roster.peers).items():
+            self.say({"event": "lost", "peer": format_peer_id(peer), "tokens": tokens, "total": self.losses.tokens})
         if self.units is None:
             return
         others = {

@@ -4,6 +4,7 @@ import asyncio
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from stretto.node.swarm.clock import SwarmClock
@@ -31,6 +32,7 @@ def summarize(run: RunConfig | None, run_id: bytes, peers: Mapping[bytes, PeerRe
     # One peer's word must not decide: the median count, and heads among those that claim the same commits.
     commits = sorted(sum(record.versions) for record in training)
     units = sorted(units_done(record.data) for record in training)
+    lost = median_low([record.lost for record in training] or [0])
     return {
         "run": run_id.hex(),
         "name": run.name if run else None,
@@ -39,6 +41,8 @@ def summarize(run: RunConfig | None, run_id: bytes, peers: Mapping[bytes, PeerRe
         "interval_seconds": clock.interval if clock else None,
         "commits": commits[(len(commits) - 1) // 2] if commits else 0,
         "units_done": units[(len(units) - 1) // 2] if units else 0,
+        "tokens_lost": lost,
+        "samples_lost": lost // run.data.sequence_length if run is not None else None,
         "heads_equal": all(len(claimed) == 1 for claimed in heads.values()),
         "tokens_per_second": (
             sum(record.rate for record in training) * run.inner.tokens_per_step if run is not None else None
@@ -55,6 +59,7 @@ def _member(peer: bytes, record: PeerRecord) -> dict[str, Any]:
         "step": record.step,
         "loss": record.loss,
         "tokens": record.tokens,
+        "tokens_uncounted": record.uncounted,
         "steps_per_second": record.rate,
         "tau": record.tau,
         "commits": sum(record.versions),
@@ -88,9 +93,11 @@ def render(summary: Mapping[str, Any]) -> str:
     """The summary for people."""
     clock = f"next round {summary['round']}" if summary["round"] is not None else "not begun"
     agree = "all agree" if summary["heads_equal"] else "their chains differ"
+    samples = "" if summary["samples_lost"] is None else f" ({summary['samples_lost']:,} samples)"
     lines = [
         f"run {summary['name']} ({summary['run'][:16]}): {summary['peers']} peer(s) training, {clock}, "
-        f"{summary['commits']} commits, {agree}, {summary['units_done']} work units of the data done"
+        f"{summary['commits']} commits, {agree}, {summary['units_done']} work units of the data done, "
+        f"{summary['tokens_lost']:,} tokens{samples} lost with peers that vanished"
     ]
     for member in summary["members"]:
         lines.append(

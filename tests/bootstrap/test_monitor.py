@@ -92,6 +92,15 @@ def test_the_units_done_are_those_of_the_median_peer(peers: list[Identity]) -> N
     assert "chains agree, 6 units of data done, new: " in Monitor(RUN).line(crowd)
 
 
+def test_what_was_lost_is_the_word_of_the_median_peer_and_status_shows_it(peers: list[Identity]) -> None:
+    words = (0, 160, 1 << 60)
+    crowd = {peer.peer_id_bytes: record(lost=word) for peer, word in zip(peers, words, strict=True)}
+    summary = summarize(RUN, RUN.digest(), crowd)
+    samples = 160 // RUN.data.sequence_length
+    assert (summary["tokens_lost"], summary["samples_lost"]) == (160, samples)
+    assert f"160 tokens ({samples} samples) lost with peers that vanished" in render(summary)
+
+
 def test_the_units_that_a_member_holds_are_listed(peers: list[Identity]) -> None:
     claims = (Claim(3, 0, 1, 0.0, True), Claim(4, 0, 0, 0.0, False))
     summary = summarize(RUN, RUN.digest(), {peers[0].peer_id_bytes: record(data=DataWord(claims))})
@@ -104,6 +113,7 @@ def test_an_empty_swarm_has_a_summary_too() -> None:
     assert summary["round"] is None
     assert summary["tokens_per_second"] is None
     assert "not begun" in render(summary)
+    assert "0 tokens lost" in render(summary)
 
 
 @pytest.mark.parametrize(

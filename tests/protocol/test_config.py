@@ -199,8 +199,8 @@ def test_any_model_table_survives_toml(fields: dict[str, Any]) -> None:
 
 def test_golden_run_id() -> None:
     # A change here gives every run a new id: peers of older versions will not meet it any more.
-    assert MINIMAL.digest().hex() == "e07096d29b0448f6cc5c67d6cccc314f0d5ba292f6f3b1ea8d0817383ce5e17b"
-    assert FULL.digest().hex() == "e53f40d5366808cdab392f33b67676c4a9ecb16979c22d8b42926adf25b0758e"
+    assert MINIMAL.digest().hex() == "f9f183c5e24f01c95ac5f07c098a9763cecd383c00321cd17c3c6b076ab541ab"
+    assert FULL.digest().hex() == "e930edd2935330da2fa53267bb1ca99367caa1c45b95444f23881303280e21b9"
 
 
 def test_canonical_bytes_do_not_depend_on_the_order_of_keys() -> None:
@@ -208,7 +208,7 @@ def test_canonical_bytes_do_not_depend_on_the_order_of_keys() -> None:
     assert backwards.canonical() == MINIMAL.canonical()
     start = wire.unpack(MINIMAL.canonical())
     assert list(start) == sorted(start)
-    assert start["protocol"] == 3
+    assert start["protocol"] == 4
 
 
 def test_every_field_changes_the_run_id() -> None:
@@ -257,8 +257,8 @@ def test_a_date_in_the_model_table_is_refused() -> None:
 
 def test_another_protocol_version_is_named_with_the_cure() -> None:
     plain = wire.unpack(MINIMAL.canonical())
-    with pytest.raises(ConfigError, match="the run speaks protocol version 4, this stretto speaks 3: install"):
-        RunConfig.from_canonical(wire.pack({**plain, "protocol": 4}))
+    with pytest.raises(ConfigError, match="the run speaks protocol version 5, this stretto speaks 4: install"):
+        RunConfig.from_canonical(wire.pack({**plain, "protocol": 5}))
     with pytest.raises(ConfigError, match="the run speaks protocol version None"):
         RunConfig.from_canonical(wire.pack([1, 2]))
 

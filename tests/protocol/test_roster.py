@@ -23,16 +23,16 @@ def record(**changed: Any) -> PeerRecord:
         "version": "0.1.0", "state": "training", "addresses": ("/ip4/10.0.0.1/tcp/4001",), "client_mode": False,
         "rate": 2.0, "step": 40, "loss": 3.25, "tau": 2, "tokens": 640, "clock": Clock(7, 100.0, 5.0),
         "versions": (2, 1), "chain_tokens": (20, 10), "last_tokens": (10, 10), "heads": bytes(32),
-        "data": DATA, **changed,
+        "uncounted": 30, "lost": 200, "data": DATA, **changed,
     }  # fmt: skip
     return PeerRecord(**fields)
 
 
 def test_golden_bytes() -> None:
     golden = (
-        "9f a5302e312e30 a8747261696e696e67 91b6 2f6970342f31302e302e302e312f7463702f34303031 c2 cb4000000000000000 28"
-        "cb400a000000000000 02 cd0280 93 07 cb4059000000000000 cb4014000000000000 920201 92140a 920a0a c420"
-        + "00" * 32 + "94 91 95 07 02 05 cb4008000000000000 c3 06 c40104 91 93 09 01 c2"
+        "dc0011 a5302e312e30 a8747261696e696e67 91b6 2f6970342f31302e302e302e312f7463702f34303031 c2 cb4000000000000000"
+        "28 cb400a000000000000 02 cd0280 93 07 cb4059000000000000 cb4014000000000000 920201 92140a 920a0a c420"
+        + "00" * 32 + "1e ccc8 94 91 95 07 02 05 cb4008000000000000 c3 06 c40104 91 93 09 01 c2"
     )  # fmt: skip
     assert wire.encode(record()) == bytes.fromhex(golden)
     assert wire.decode(PeerRecord, bytes.fromhex(golden)) == record()
