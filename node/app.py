@@ -349,7 +349,7 @@ class Node:
         """The checkpoint from which the next life goes on; a second signal cuts it short and loses only this one."""
         self.console.say("writing the last checkpoint")
         self.network.stopping.grant(SAVE_SECONDS)
-        self.saver.save(wait=True)
+        self.saver.save(last=True)
         self.network.stopping.grant(LEAVE_SECONDS)
 
     def train(self) -> None:

@@ -37,7 +37,7 @@ from stretto.protocol.outer import Vector
 from stretto.protocol.schedule import Clock
 from stretto.protocol.streaming import FragmentState
 
-FORMAT = 1
+FORMAT = 2
 
 LOCAL_KINDS = ("weight", "exp_avg", "exp_avg_sq", "step")
 """What is kept of a parameter: itself, and the state of AdamW by the names that torch gives it."""
@@ -67,7 +67,8 @@ class FragmentEntry:
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything that is not a tensor. ``reader`` is the data reader's state."""
+    """Everything that is not a tensor. ``reader`` is the data reader's state; ``clean``: the last of a life that ended
+    in order, after which nothing left."""
 
     format: int
     run: bytes
@@ -77,6 +78,7 @@ class Contents:
     clock: Clock | None
     reader: bytes
     fragments: tuple[FragmentEntry, ...]
+    clean: bool
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
@@ -97,7 +99,14 @@ class Captured:
 
 
 def capture(
-    sync: Sync, optimizer: torch.optim.Optimizer, *, run: bytes, peer: bytes, tokens: int, reader: bytes
+    sync: Sync,
+    optimizer: torch.optim.Optimizer,
+    *,
+    run: bytes,
+    peer: bytes,
+    tokens: int,
+    reader: bytes,
+    clean: bool = False,
 ) -> Captured:
     """The state between two inner steps; from the training thread. ``reader`` is the data reader's, as it likes."""
     with sync.step_lock, sync.outer_lock:
@@ -105,7 +114,7 @@ def capture(
         entries = tuple(_entry(state) for state in states)
         arrays = [_arrays(state) for state in states]
         clock, step = sync.peer.clock, sync.step
-    contents = Contents(FORMAT, run, peer, step, tokens, clock, reader, entries)
+    contents = Contents(FORMAT, run, peer, step, tokens, clock, reader, entries, clean)
     weights = [sync.model.parameters(index) for index in range(len(arrays))]
     shared: list[Write] = [
         (f"shared-{index:04}.safetensors", partial(_write_arrays, found)) for index, found in enumerate(arrays)
@@ -186,6 +195,8 @@ def restore(folder: Path, contents: Contents, sync: Sync, optimizer: torch.optim
     tensors = [_read_local(folder, index, found) for index, found in enumerate(weights)]
     pairs = zip(sync.model.specs, contents.fragments, strict=True)
     states = [_read_state(folder, spec, entry, sync) for spec, entry in pairs]
+    for state in states:
+        state.resumed, state.clean = True, contents.clean
     try:
         with sync.step_lock, sync.outer_lock:
             sync.peer.restore(states, contents.clock)
@@ -247,7 +258,6 @@ def _read_state(folder: Path, spec: FragmentSpec, entry: FragmentEntry, sync: Sy
         tip=entry.tip,
         record=entry.record,
         tokens=entry.tokens,
-        resumed=True,
         attempts={attempt.digest: attempt.tokens for attempt in entry.attempts},
         merge_with=kept["anchor"] if entry.merges else arrays.get("merge_with"),
         shift=arrays.get("shift"),

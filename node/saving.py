@@ -51,15 +51,21 @@ class Saver:
         if self._every and self._clock() - self._last >= wait and not self._busy():
             self.save()
 
-    def save(self, *, wait: bool = False) -> None:
-        """Write one now; with ``wait`` it is on the disk when this returns, unless it failed, which is said."""
-        if wait and self._writer is not None:
+    def save(self, *, last: bool = False) -> None:
+        """Write one now; the ``last`` one is on the disk when this returns, unless it failed, which is said."""
+        if last and self._writer is not None:
             self._writer.join()
         if self._sync.step == self._saved_step:
             return
         began = self._last = self._clock()
         captured = capture(
-            self._sync, self._optimizer, run=self._run, peer=self._peer, tokens=self._tokens(), reader=self._reader()
+            self._sync,
+            self._optimizer,
+            run=self._run,
+            peer=self._peer,
+            tokens=self._tokens(),
+            reader=self._reader(),
+            clean=last,
         )
         try:
             unfinished = self._files.write(captured.step, captured.nbytes, captured.local)
@@ -72,7 +78,7 @@ class Saver:
             target=self._finish, args=(captured, unfinished, began, blocked), name="checkpoint", daemon=True
         )
         self._writer.start()
-        if wait:
+        if last:
             self._writer.join()
 
     def _busy(self) -> bool:

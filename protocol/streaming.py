@@ -94,7 +94,10 @@ class FragmentState:
     residual: Vector | None = None
     """With error feedback: what the counted contributions lost to the codec, (n,) float32; None stands for zeros."""
     resumed: bool = False
-    """Whether this is as a checkpoint had it: contributions may have left since then that nobody here remembers."""
+    """Whether this is as a checkpoint had it and nothing has left since. Contributions that left after the checkpoint
+    was made, in the life before, are not remembered here."""
+    clean: bool = True
+    """Whether the life before ended in order: nothing left after that checkpoint."""
     residual_left: Vector | None = None
     """What ``residual`` becomes if the contribution that left last is counted."""
 
@@ -187,6 +190,7 @@ class StreamingDiLoCo:
         while len(state.attempts) >= MAX_ATTEMPTS:
             del state.attempts[next(iter(state.attempts))]
         state.attempts[contribution.digest] = contribution.tokens
+        state.resumed = False
         state.residual_left = contribution.residual
 
     def reduce(
@@ -270,6 +274,10 @@ class StreamingDiLoCo:
         """
         state = self.fragments[fragment]
         counted = self._counted(state, signed, me)
+        if counted is None and state.resumed and not state.clean and signed.record.version > state.tip.version + 1:
+            # Whom the commits in between counted is not known. Work must not be in the anchor twice, so it is taken
+            # for counted: at worst what was trained between two departures is lost.
+            counted = state.tokens or None
         old, state.anchor, state.momentum = state.anchor, reduced.anchor, reduced.momentum
         state.residual = None
         self._wait_for_local(state, old, counted)
@@ -323,4 +331,4 @@ class StreamingDiLoCo:
         else:
             move = state.anchor - old
             state.shift = move if state.shift is None else state.shift + move
-        state.attempts, state.residual_left, state.resumed = {}, None, False
+        state.attempts, state.residual_left = {}, None

@@ -11,6 +11,7 @@ when a bootstrap peer restarted.
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import socket
@@ -107,7 +108,7 @@ class Host:
                 dht_mode="server",
                 force_reachability="private" if config.relays else "public",
                 use_auto_relay=bool(config.relays),
-                trusted_relays=list(config.relays) or None,
+                trusted_relays=relay_places(config.relays) or None,
                 idle_timeout=60,
             )
         except (P2PDaemonError, OSError, ValueError) as error:
@@ -272,6 +273,25 @@ async def dial_all(host: Host, addresses: Sequence[str]) -> tuple[list[str], dic
 def is_relayed(address: str) -> bool:
     """Whether an address leads through a relay."""
     return "/p2p-circuit" in address
+
+
+def relay_places(addresses: Sequence[str]) -> list[str]:
+    """One address of each peer: the first public one, else the first that leads to another machine, else the first.
+
+    The daemon takes each address for a relay of its own, and gives a peer up for an hour if one of them fails.
+    """
+    best: dict[str, tuple[int, str]] = {}
+    for address in addresses:
+        host = address.split("/")[2]
+        try:
+            found = ipaddress.ip_address(host)
+            rank = 0 if found.is_global else 2 if found.is_loopback else 1
+        except ValueError:
+            rank = 0  # a name
+        peer = address.rsplit("/p2p/", 1)[1]
+        if peer not in best or rank < best[peer][0]:
+            best[peer] = (rank, address)
+    return [address for _, address in best.values()]
 
 
 def _place(address: str) -> Multiaddr:

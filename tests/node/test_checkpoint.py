@@ -147,7 +147,7 @@ def resumed(folder: Path, **settings: Any) -> Replica:
 
 def test_everything_comes_back_bit_for_bit_and_the_losses_go_on_as_they_would_have(tmp_path: Path) -> None:
     first = lived(tmp_path)
-    first.saver.save(wait=True)
+    first.saver.save(last=True)
     second = resumed(tmp_path)
     assert second.everything() == first.everything()
     assert second.position == first.position == 10
@@ -159,7 +159,7 @@ def test_everything_comes_back_bit_for_bit_and_the_losses_go_on_as_they_would_ha
 
 def test_another_peer_goes_on_from_it_too(tmp_path: Path) -> None:
     first = lived(tmp_path)
-    first.saver.save(wait=True)
+    first.saver.save(last=True)
     second = resumed(tmp_path, me=OTHER)
     assert second.everything() == first.everything()
 
@@ -168,7 +168,7 @@ def test_the_newest_is_newest_by_number_and_only_so_many_stay(tmp_path: Path) ->
     replica = Replica(tmp_path, keep=2)
     for count in (9, 1, 90):
         replica.train(count)
-        replica.saver.save(wait=True)
+        replica.saver.save(last=True)
     assert replica.files.steps() == [100, 10]
     assert resumed(tmp_path).sync.step == 100
 
@@ -176,8 +176,8 @@ def test_the_newest_is_newest_by_number_and_only_so_many_stay(tmp_path: Path) ->
 def test_nothing_is_written_twice_for_one_step(tmp_path: Path) -> None:
     replica = Replica(tmp_path)
     replica.train(1)
-    replica.saver.save(wait=True)
-    replica.saver.save(wait=True)
+    replica.saver.save(last=True)
+    replica.saver.save(last=True)
     assert len(replica.said) == 1
 
 
@@ -185,10 +185,10 @@ def test_nothing_is_written_twice_for_one_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "longer"])
 def test_a_damaged_newest_one_is_named_and_the_one_before_is_taken(tmp_path: Path, name: str, damage: str) -> None:
     replica = lived(tmp_path)
-    replica.saver.save(wait=True)
+    replica.saver.save(last=True)
     expected = replica.everything()
     replica.train(4)
-    replica.saver.save(wait=True)
+    replica.saver.save(last=True)
     path = tmp_path / "step-000000000014" / name
     data = bytearray(path.read_bytes())
     if damage == "cut":
@@ -207,7 +207,7 @@ def test_a_damaged_newest_one_is_named_and_the_one_before_is_taken(tmp_path: Pat
     assert name in second.said[0]["what"]
     # The damaged one does not stand in the way of a new one, and goes when that is whole.
     second.train(1)
-    second.saver.save(wait=True)
+    second.saver.save(last=True)
     assert second.files.steps() == [11, 10]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000000010", "step-000000000011"]
 
@@ -215,7 +215,7 @@ def test_a_damaged_newest_one_is_named_and_the_one_before_is_taken(tmp_path: Pat
 def test_with_all_damaged_it_begins_anew_and_says_so(tmp_path: Path) -> None:
     replica = Replica(tmp_path)
     replica.train(1)
-    replica.saver.save(wait=True)
+    replica.saver.save(last=True)
     (tmp_path / "step-000000000001" / "contents.msgpack").write_bytes(b"")
     second = Replica(tmp_path)
     assert second.saver.resume() is None
@@ -227,7 +227,7 @@ def test_a_state_that_does_not_fit_its_record_is_refused(tmp_path: Path) -> None
     replica = lived(tmp_path)
     state = replica.peer.diloco.fragments[1]
     state.anchor = state.anchor + np.float32(1)  # a file written from broken memory passes every checksum
-    replica.saver.save(wait=True)
+    replica.saver.save(last=True)
     second = Replica(tmp_path)
     before = [second.model.gather(i).tobytes() for i in range(2)]
     assert second.saver.resume() is None
@@ -238,11 +238,11 @@ def test_a_state_that_does_not_fit_its_record_is_refused(tmp_path: Path) -> None
 def test_weights_that_are_not_finite_are_not_gone_on_from(tmp_path: Path) -> None:
     replica = Replica(tmp_path)
     replica.train(1)
-    replica.saver.save(wait=True)
+    replica.saver.save(last=True)
     replica.train(1)
     with torch.no_grad():
         next(replica.net.parameters())[0, 0] = float("nan")
-    replica.saver.save(wait=True)
+    replica.saver.save(last=True)
     second = resumed(tmp_path)
     assert second.sync.step == 1
     assert "not finite" in second.said[0]["what"]
@@ -251,7 +251,7 @@ def test_weights_that_are_not_finite_are_not_gone_on_from(tmp_path: Path) -> Non
 def test_one_of_another_run_is_left_alone(tmp_path: Path) -> None:
     replica = Replica(tmp_path)
     replica.train(1)
-    replica.saver.save(wait=True)
+    replica.saver.save(last=True)
     other = Replica(tmp_path)
     other.saver._run = bytes(32)
     assert other.saver.resume() is None
@@ -260,7 +260,7 @@ def test_one_of_another_run_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_full_disk_costs_the_checkpoint_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replica = lived(tmp_path)
-    replica.saver.save(wait=True)
+    replica.saver.save(last=True)
     expected = replica.everything()
     replica.train(1)
 
@@ -269,7 +269,7 @@ def test_a_full_disk_costs_the_checkpoint_only(tmp_path: Path, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_files.shutil, "disk_usage", lambda _: Usage)
-        replica.saver.save(wait=True)
+        replica.saver.save(last=True)
     assert "needs 1 MB and" in replica.said[-1]["what"]
     assert "0 MB free" in replica.said[-1]["what"]
 
@@ -278,7 +278,7 @@ def test_a_full_disk_costs_the_checkpoint_only(tmp_path: Path, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_files, "flush", full)
-        replica.saver.save(wait=True)
+        replica.saver.save(last=True)
     assert "No space left" in replica.said[-1]["what"]
     assert "--data-dir" in replica.said[-1]["what"]
     assert [p.name for p in tmp_path.iterdir()] == ["step-000000000010"]
@@ -301,7 +301,7 @@ def test_it_is_due_by_time_and_never_costs_more_than_its_share(tmp_path: Path) -
     assert replica.files.steps() == []
     replica.now = 10.0
     replica.saver.save_if_due()
-    replica.saver.save(wait=True)
+    replica.saver.save(last=True)
     assert replica.files.steps() == [1]
     replica.train(1)
     replica.saver._cost = 1.0  # a second of waiting: not again before 50 s
@@ -310,7 +310,7 @@ def test_it_is_due_by_time_and_never_costs_more_than_its_share(tmp_path: Path) -
     assert replica.files.steps() == [1]
     replica.now = 60.0
     replica.saver.save_if_due()
-    replica.saver.save(wait=True)
+    replica.saver.save(last=True)
     assert replica.files.steps() == [2, 1]
 
 
@@ -333,12 +333,12 @@ def largest_file(nbytes: int) -> Iterator[None]:
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_file_costs_the_checkpoint_only(tmp_path: Path) -> None:
     replica = lived(tmp_path)
-    replica.saver.save(wait=True)
+    replica.saver.save(last=True)
     expected = replica.everything()
     replica.train(1)
     sizes = [path.stat().st_size for path in (tmp_path / "step-000000000010").glob("local-*")]
     with largest_file(min(sizes) // 2):  # in the training thread
-        replica.saver.save(wait=True)
+        replica.saver.save(last=True)
     assert "the checkpoint could not be written" in replica.said[-1]["what"]
     shared = [path.stat().st_size for path in (tmp_path / "step-000000000010").glob("shared-*")]
     unfinished = replica.files.write(11, 0, [])

@@ -332,13 +332,45 @@ def test_after_a_resume_a_contribution_of_the_time_since_the_checkpoint_counts_a
     state = diloco.fragments[1]
     state.resumed = True
     commit(diloco, 1, {A: foreign(diloco, 1, 5)})
-    assert (state.tokens, state.shift, state.resumed) == (0, None, False)
+    assert (state.tokens, state.shift) == (0, None)
     assert state.merge_with is state.anchor
-    # the next one is not taken at its word any more
+    # once something has left in this life, what is not known was not this peer's
+    diloco.come_back(1, vectors(1)[1])
     diloco.trained(50)
+    contribute(diloco, 1, vectors(2)[1])
     commit(diloco, 1, {A: foreign(diloco, 1, 5)})
     assert state.tokens == 50
     assert state.shift is not None
+
+
+def test_after_a_resume_the_second_record_may_be_the_one_that_counts_the_rest() -> None:
+    diloco = make()
+    diloco.trained(100)
+    state = diloco.fragments[1]
+    first = contribute(diloco, 1, vectors(1)[1])
+    diloco.trained(30)
+    state.resumed = True  # as restored from a checkpoint of now
+    commit(diloco, 1, {A: first})
+    assert state.tokens == 30
+    commit(diloco, 1, {A: foreign(diloco, 1, 5)})  # left in the life before, with those 30
+    assert state.tokens == 0
+
+
+@pytest.mark.parametrize(("clean", "skipped", "left"), [(False, 1, 0), (False, 0, 100), (True, 1, 100)])
+def test_commits_that_a_download_skips_may_have_counted_the_work_of_a_life_that_was_cut_off(
+    clean: bool, skipped: int, left: int
+) -> None:
+    ahead, diloco = make(), make()
+    diloco.trained(100)
+    state = diloco.fragments[1]
+    state.resumed, state.clean = True, clean
+    for _ in range(1 + skipped):
+        commit(ahead, 1, {B: foreign(ahead, 1, 5)})
+    there = ahead.fragments[1]
+    assert there.record is not None
+    diloco.replace(1, seal(there.anchor, there.momentum), there.record, me=A)
+    assert state.tokens == left
+    assert (state.merge_with is None) == bool(left)
 
 
 def test_attempts_from_one_anchor_are_bounded() -> None:
