@@ -35,12 +35,12 @@ class Reach:
         """Until cancelled; returns at once where no relay was asked for."""
         if not self._host.config.relays:
             return
-        self._turn(False)
-        self._tell("asking the bootstrap peers to be this node's relay; that takes up to three minutes")
+        self._turn(self._host.relayed)
+        if not self._host.relayed:
+            self._tell("asking the bootstrap peers to be this node's relay; that takes up to three minutes")
         while True:
-            before = self._host.relayed
             await self._host.refresh_addresses()
-            if self._host.relayed != before:
+            if self._host.relayed != self._exchange.peer.can_coordinate:
                 self._turn(self._host.relayed)
                 self._exchange.roster.nudge()
             self._warn(asyncio.get_running_loop().time())

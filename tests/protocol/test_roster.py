@@ -31,8 +31,8 @@ def record(**changed: Any) -> PeerRecord:
 def test_golden_bytes() -> None:
     golden = (
         "dc0011 a5302e312e30 a8747261696e696e67 91b6 2f6970342f31302e302e302e312f7463702f34303031 c2"
-        "cb4000000000000000 28 cb400a000000000000 02 cd0280 93 07 cb4059000000000000 cb4014000000000000 920201 92140a 920a0a c420"
-        + "00" * 32 + "1e ccc8 94 91 95 07 02 05 cb4008000000000000 c3 06 c40104 91 93 09 01 c2"
+        "cb4000000000000000 28 cb400a000000000000 02 cd0280 93 07 cb4059000000000000 cb4014000000000000 920201"
+        "92140a 920a0a c420" + "00" * 32 + "1e ccc8 94 91 95 07 02 05 cb4008000000000000 c3 06 c40104 91 93 09 01 c2"
     )  # fmt: skip
     assert wire.encode(record()) == bytes.fromhex(golden)
     assert wire.decode(PeerRecord, bytes.fromhex(golden)) == record()
