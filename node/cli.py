@@ -29,7 +29,6 @@ app = typer.Typer(
 )
 
 app.add_typer(bench, name="bench")
-app.command()(plan)
 
 _debug = False
 
@@ -282,6 +281,9 @@ def doctor(
     )
     print(found.to_json() if as_json else render(found))
     raise typer.Exit(0 if found.ok else 1)
+
+
+app.command()(plan)
 
 
 if __name__ == "__main__":

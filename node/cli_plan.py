@@ -3,12 +3,18 @@
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stretto.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stretto.node.place import Given, Place
+    from stretto.node.plan import Changes
+    from stretto.protocol.config import RunConfig
 
 
 def plan(
@@ -73,7 +79,7 @@ def plan(
         print(json.dumps(to_json(found)) if as_json else render(found))
 
 
-def _show(result: dict[str, Any], render: Any, as_json: bool) -> None:
+def _show(result: dict[str, Any], render: Callable[[dict[str, Any]], str], as_json: bool) -> None:
     print(json.dumps(result) if as_json else render(result))
 
 
@@ -95,13 +101,13 @@ def _figure(number: int, out: Path | None, as_json: bool) -> None:
 def _question(
     model: str | None,
     file: Path | None,
-    changes: Any,
-    given: Any,
+    changes: "Changes",
+    given: "Given",
     measure: bool,
     invite: str | None,
     device: str,
     micro_batch: int,
-) -> tuple[Any, Any]:
+) -> tuple["RunConfig", "Place"]:
     """The run config and the place that are asked about, measured where that was asked for."""
     if invite is not None and not measure:
         raise ConfigError("an invite is only for --measure, which times downloads from the run's peers")
@@ -116,7 +122,7 @@ def _question(
     if invite is not None:
         from stretto.node.plan_measure import measure_line
 
-        visited, line = measure_line(invite, say=_progress)
+        visited, line = measure_line(invite, needed=given.link is None, say=_progress)
         run = run or visited
     if run is None:
         raise ConfigError("say which run: --model NAME (tiny, 35m, 100m, 200m, 300m, 500m, 1b, 4b) or --run run.toml")

@@ -16,7 +16,7 @@ from stretto.node.console import Console
 from stretto.node.model import build_meta_model, build_model, count_parameters
 from stretto.node.parts import choose_device
 from stretto.node.place import LineTiming, Timing
-from stretto.node.trainer import make_optimizer, time_passes
+from stretto.node.trainer import finish, make_optimizer, time_passes
 from stretto.protocol.config import RunConfig
 from stretto.protocol.errors import ConfigError
 from stretto.protocol.invite import Invite
@@ -80,8 +80,7 @@ def _time_step(run: RunConfig, device: torch.device, micro_batch: int, say: Say)
         update_began = time.perf_counter()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        finish(device)
         updates.append(time.perf_counter() - update_began)
         if number and time.perf_counter() - began > SECONDS:
             break
@@ -101,20 +100,31 @@ def _name(device: torch.device) -> str:
     return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else str(device)
 
 
-def measure_line(invite: str, *, say: Say, timeout: float = 15.0) -> tuple[RunConfig, LineTiming]:
-    """The run that ``invite`` names, and a timed download from its peers."""
+def measure_line(invite: str, *, needed: bool, say: Say, timeout: float = 15.0) -> tuple[RunConfig, LineTiming | None]:
+    """The run that ``invite`` names, and a timed download from its peers.
+
+    Where no peer gives anything that is said, and without a line given by hand (``needed``) it is a ConfigError.
+    """
     parsed = Invite.parse(invite)
     from stretto.node.swarm.thread import NetworkThread
     from stretto.node.swarm.try_line import try_line
 
+    say("visiting the run, then downloading for a few seconds")
     thread = NetworkThread()
     try:
-        run, found = thread.call(try_line(parsed, timeout=timeout, say=say))
+        run, found, why = thread.call(try_line(parsed, timeout=timeout, say=say))
     finally:
         thread.close()
+    if found is None:
+        if needed:
+            raise ConfigError(f"the line could not be timed: {why}. Try again later, or give it with --link DOWN/UP")
+        say(f"the line could not be timed: {why}")
+        return run, None
+    if why:
+        say(f"peers that gave nothing, or stopped: {why}")
     words = (
         f"{found.nbytes / 1e6:.1f} MB came from {found.peers} peer(s) in {found.seconds:.1f} s, "
-        f"{found.bits_per_second / 1e6:.3g} Mbit/s down: at least that, since their own lines and rounds may have been "
-        f"what was slow; a message there and back took {1e3 * found.rtt:.3g} ms"
+        f"{found.bits_per_second / 1e6:.3g} Mbit/s down: at least that, since their own lines and rounds may have "
+        f"been what was slow; a message there and back took {1e3 * found.rtt:.3g} ms"
     )
     return run, LineTiming(down=found.bits_per_second, rtt=found.rtt, words=words)

@@ -156,9 +156,16 @@ def time_passes(model: torch.nn.Module, batches: Iterable[torch.Tensor], z_loss:
     for batch in batches:
         total, _ = loss_fn(model, batch, z_loss)
         total.backward()
-    if next(model.parameters()).device.type == "cuda":
-        torch.cuda.synchronize()
+    finish(next(model.parameters()).device)
     return time.perf_counter() - began
+
+
+def finish(device: torch.device) -> None:
+    """Wait until ``device`` has done what was asked of it: calls return before that, but for a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stretto.node.swarm.download import Session, Silent
+from stretto.node.swarm.download import Session, Silent, in_words
 from stretto.node.swarm.identity import format_peer_id
 from stretto.node.swarm.line import Line
 from stretto.node.swarm.roster import online
@@ -20,7 +20,7 @@ from stretto.node.swarm.summary import Visit, visiting
 from stretto.node.swarm.transfer import Traffic
 from stretto.protocol import messages as m
 from stretto.protocol.config import RunConfig
-from stretto.protocol.errors import RemoteProtocolError, StrettoError
+from stretto.protocol.errors import RemoteProtocolError
 from stretto.protocol.invite import Invite
 from stretto.protocol.snapshot import chunk_sizes
 
@@ -30,10 +30,6 @@ SECONDS = 5.0
 BYTES = 32_000_000
 """Limits of the download in all: long enough for a window to grow, small enough for a metered line."""
 TRIPS = 5
-
-
-class LineError(StrettoError):
-    """The line could not be timed; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -51,28 +47,29 @@ class Download:
         return 8 * self.nbytes / self.seconds
 
 
-async def try_line(invite: Invite, *, timeout: float, say: Callable[[str], None]) -> tuple[RunConfig, Download]:
-    """The run's config and a timed download. HostError if no bootstrap peer answers, LineError if no peer gives."""
+async def try_line(
+    invite: Invite, *, timeout: float, say: Callable[[str], None]
+) -> tuple[RunConfig, Download | None, str]:
+    """The run's config, and a timed download or None and why there is none. HostError if no bootstrap peer answers."""
     async with visiting(invite, timeout=timeout, say=say) as visit:
-        return visit.run, await download(visit, invite.run, say)
+        return visit.run, *await download(visit, invite.run)
 
 
-async def download(visit: Visit, run: bytes, say: Callable[[str], None]) -> Download:
-    """Fetch chunks from up to ``DONORS`` peers at once until a limit is reached."""
+async def download(visit: Visit, run: bytes) -> tuple[Download | None, str]:
+    """Fetch chunks from up to ``DONORS`` peers at once until a limit is reached. The text says who gave nothing."""
     donors = [peer for peer, record in sorted(visit.peers.items()) if online(record) and not record.client_mode]
     if not donors:
-        raise LineError("no peer of the run is training and can be reached, so there is nothing to download")
+        return None, "no peer of the run is training and can be reached"
     taster = _Taster(visit, run)
-    results = await asyncio.gather(*(taster.taste(peer) for peer in donors[:DONORS]))
-    for peer, why in zip(donors, results, strict=False):
-        if why is not None:
-            say(f"peer {format_peer_id(peer)[-8:]} gave no bytes: {why}")
-    given = sum(why is None for why in results)
-    if not taster.nbytes:
-        raise LineError(
-            f"none of {len(results)} peer(s) gave bytes to time ({'; '.join(str(why) for why in results)})"
-        )
-    return Download(taster.nbytes, taster.ended - taster.began, given, taster.rtt)
+    reasons = await asyncio.gather(*(taster.taste(peer) for peer in donors[:DONORS]))
+    refusals = [
+        f"{format_peer_id(peer)[-8:]}: {reason}" for peer, reason in zip(donors, reasons, strict=False) if reason
+    ]
+    why = "; ".join(refusals)
+    nbytes = sum(taster.came.values())
+    if not nbytes:
+        return None, f"no peer gave bytes to time ({why})"
+    return Download(nbytes, taster.ended - taster.began, len(taster.came), taster.rtt), why
 
 
 class _Taster:
@@ -80,32 +77,30 @@ class _Taster:
 
     def __init__(self, visit: Visit, run: bytes) -> None:
         self._visit, self._run, self._line = visit, run, Line()
-        self.nbytes = 0
+        self.came: dict[bytes, int] = {}
+        """Bytes by peer, of those that gave some."""
         self.began = self.ended = 0.0
         self.rtt = float("inf")
 
-    async def taste(self, peer: bytes) -> str | None:
-        """Fetch from one peer until a limit is reached. None if bytes came, else why not."""
+    async def taste(self, peer: bytes) -> str:
+        """Fetch from one peer until a limit is reached. Why nothing more came, or nothing."""
         await self._visit.host.connect(peer, self._visit.peers[peer].addresses)
         session = Session(self._visit.host.p2p, self._run, peer, Traffic(), self._line)
-        before = self.nbytes
         try:
             manifest = await session.ask(m.FetchState(0), m.State, m.Missing, m.Busy)
             if isinstance(manifest, m.Busy):
                 return "it serves others now"
             if isinstance(manifest, m.Missing):
-                return str(manifest.reason)
+                return manifest.reason
             await self._time_trips(session, manifest)
-            await self._fetch(session, manifest)
-        except Silent as error:
-            return str(error) if self.nbytes == before else None
-        except BROKEN as error:
-            return (type(error).__name__) if self.nbytes == before else None
+            await self._fetch(session, manifest, peer)
         except RemoteProtocolError as error:
             return error.why
+        except (Silent, *BROKEN) as error:
+            return in_words(error)
         finally:
             await session.close()
-        return None
+        return ""
 
     async def _time_trips(self, session: Session, manifest: m.State) -> None:
         for _ in range(TRIPS):
@@ -113,15 +108,15 @@ class _Taster:
             await session.ask(m.FetchRecords(0, manifest.tip.head), m.Records, m.Missing)
             self.rtt = min(self.rtt, time.perf_counter() - began)
 
-    async def _fetch(self, session: Session, manifest: m.State) -> None:
+    async def _fetch(self, session: Session, manifest: m.State, peer: bytes) -> None:
         """Chunk after chunk, from the first again after the last."""
         sizes = chunk_sizes(manifest.nbytes)
         index = 0
         self.began = self.began or time.perf_counter()
-        while self.nbytes < BYTES and time.perf_counter() - self.began < SECONDS:
+        while sum(self.came.values()) < BYTES and time.perf_counter() - self.began < SECONDS:
             data = await session.fetch(m.FetchChunk(0, manifest.tip.head, index), sizes[index])
             if not isinstance(data, bytearray):
                 return
-            self.nbytes += len(data)
+            self.came[peer] = self.came.get(peer, 0) + len(data)
             self.ended = time.perf_counter()
             index = (index + 1) % len(sizes)

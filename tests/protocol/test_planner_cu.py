@@ -229,7 +229,7 @@ def test_the_hours_of_table_1_at_one_gigabit() -> None:
 
 
 def node_by_node(job: Job, schedule: Schedule, gbits: float, cycles: int) -> float:
-    """The reference: every node of every step one by one, nothing skipped. CU of the last ``cycles`` of twice as many."""
+    """The reference: every node of every step one by one. CU of the last ``cycles`` of twice as many."""
     each, node, tau = job.layer_seconds(gbits, schedule.bits), job.node_seconds, schedule.tau
     leaving = dict(schedule.departures)
     back: dict[tuple[int, int], float] = defaultdict(float)  # (step, layer) -> when R has ended
