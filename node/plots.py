@@ -5,6 +5,7 @@ matplotlib alone takes half a second. Nothing here knows what it draws; whoever 
 The PNG is drawn without a display, whatever the machine has.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,16 +116,26 @@ def draw_terminal(chart: Chart, width: int, height: int) -> str:
     plot.limit_size(False, False)
     plot.plot_size(max(width, LEAST[0]), max(height, LEAST[1]))
     marks = "*o+x#@%&$~"  # told apart without colours, also on a terminal that has none
-    for index, line in enumerate(chart.series):
+    drawn = [line for line in chart.series if len(line.xs)]  # plotext cannot draw an empty one
+    for index, line in enumerate(drawn):
         plot.plot(list(line.xs), list(line.ys), label=line.name, marker=marks[index % len(marks)])
     plot.title(chart.title)
     plot.xlabel(chart.x_label)
     plot.ylabel(chart.y_label)
     plot.xscale("log" if chart.log_x else "linear")
     plot.yscale("log" if chart.log_y else "linear")
+    ticks = _powers_of_ten([x for line in drawn for x in line.xs]) if chart.log_x and drawn else []
+    if len(ticks) > 1:
+        plot.xticks(ticks, [f"{tick:g}" for tick in ticks])
     text = str(plot.uncolorize(plot.build()))
     plot.clear_figure()
     return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def _powers_of_ten(values: Sequence[float]) -> list[float]:
+    """Those within the range of positive ``values``."""
+    first, last = math.ceil(math.log10(min(values)) - 1e-9), math.floor(math.log10(max(values)) + 1e-9)
+    return [10.0**power for power in range(first, last + 1)]
 
 
 def _missing(name: str, error: ImportError) -> ConfigError:

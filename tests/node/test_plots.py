@@ -45,6 +45,13 @@ def test_the_terminal_drawing_has_the_asked_size_and_no_colours() -> None:
 def test_a_chart_without_series_and_a_tiny_terminal_are_drawn() -> None:
     assert "nothing" in draw_terminal(Chart("nothing", "x", "y", ()), 40, 10)
     assert len(draw_terminal(CHART, 1, 1).splitlines()) == 8
+    empty = Chart("one", "x", "y", [Series("full", [1.5, 2.5], [1, 2]), Series("empty", [], [])], log_x=True)
+    assert "full" in draw_terminal(empty, 60, 12)
+
+
+def test_a_logarithmic_axis_is_labelled_with_powers_of_ten() -> None:
+    last = draw_terminal(CHART, 70, 20).splitlines()[-2]
+    assert last.split() == ["0.1", "1", "10", "100"]
 
 
 def test_series_and_charts_check_themselves() -> None:
