@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from stretto.node.cli_bench import bench
+from stretto.node.cli_plan import plan
 from stretto.protocol.errors import StrettoError
 
 app = typer.Typer(
@@ -281,6 +282,9 @@ def doctor(
     )
     print(found.to_json() if as_json else render(found))
     raise typer.Exit(0 if found.ok else 1)
+
+
+app.command()(plan)
 
 
 if __name__ == "__main__":

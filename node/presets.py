@@ -32,23 +32,19 @@ def _fragments(preset: str) -> int:
     return max(count for count in (1, 2, 4, 5, 10, 20) if count <= layers)
 
 
-def new_run(name: str, *, preset: str, source: str, tokenizer: str, seed: int) -> RunConfig:
-    """A run config with the paper's settings for ``preset``; the corpus is read once to take its fingerprint."""
-    tokens = load_tokenizer(tokenizer)
-    corpus = open_corpus(source, tokens, cache_dir=None)
+def sequence_length(preset: str) -> int:
+    """Tokens per training sequence: the paper's 1,024."""
+    return 128 if preset == "tiny" else 1024
+
+
+def preset_run(name: str, *, preset: str, table: dict[str, object], data: DataConfig, seed: int = 0) -> RunConfig:
+    """A run config with the paper's settings for ``preset``, on ``data``; ``table`` is its ``[model]`` table."""
     tiny = preset == "tiny"
     return RunConfig(
         name=name,
         seed=seed,
-        model=model_table(preset, tokens.vocab_size),
-        data=DataConfig(
-            source=source,
-            tokenizer=tokenizer,
-            sequence_length=128 if tiny else 1024,
-            seed=seed,
-            fingerprint=corpus.fingerprint.hex(),
-            tokenizer_digest=tokens.digest.hex(),
-        ),
+        model=table,
+        data=data,
         inner=InnerConfig(
             lr=3e-3 if tiny else 4e-4,
             tokens_per_step=1024 if tiny else 65_536,
@@ -59,6 +55,30 @@ def new_run(name: str, *, preset: str, source: str, tokenizer: str, seed: int) -
         group=GroupConfig(min_size=1),
         eval=EvalConfig(),
     )
+
+
+def new_run(name: str, *, preset: str, source: str, tokenizer: str, seed: int) -> RunConfig:
+    """A run config with the paper's settings for ``preset``; the corpus is read once to take its fingerprint."""
+    tokens = load_tokenizer(tokenizer)
+    corpus = open_corpus(source, tokens, cache_dir=None)
+    table = model_table(preset, tokens.vocab_size)
+    data = DataConfig(
+        source=source,
+        tokenizer=tokenizer,
+        sequence_length=sequence_length(preset),
+        seed=seed,
+        fingerprint=corpus.fingerprint.hex(),
+        tokenizer_digest=tokens.digest.hex(),
+    )
+    return preset_run(name, preset=preset, table=table, data=data, seed=seed)
+
+
+def planned_run(preset: str) -> RunConfig:
+    """The run config that ``stretto plan`` reckons with: the preset with its own vocabulary, and no corpus."""
+    if preset not in PRESETS:
+        raise ConfigError(f"no model preset {preset!r}; there are {', '.join(PRESETS)}")
+    data = DataConfig(sequence_length=sequence_length(preset))
+    return preset_run(preset, preset=preset, table=dict(PRESETS[preset]), data=data)
 
 
 def demo_run(*, inner_steps: int, fragments: int, seed: int, rounds: int) -> RunConfig:

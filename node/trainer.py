@@ -13,7 +13,7 @@ exchange takes from the trainer comes on top of it and stays visible.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,14 +134,10 @@ class Trainer:
         self.model.train()
         times = []
         for _ in range(count):
-            began = time.perf_counter()
-            for first in range(0, sequences, self.micro_batch):
-                size = min(self.micro_batch, sequences - first)
-                batch = self._batch(self.stream.rehearsal(size))
-                total, _cross_entropy = loss_fn(self.model, batch, self.config.z_loss)
-                total.backward()
+            sizes = [min(self.micro_batch, sequences - first) for first in range(0, sequences, self.micro_batch)]
+            batches = (self._batch(self.stream.rehearsal(size)) for size in sizes)
+            times.append(time_passes(self.model, batches, self.config.z_loss))
             self.optimizer.zero_grad(set_to_none=True)
-            times.append(time.perf_counter() - began)
         return max(self.pace, float(np.median(times)))
 
     def _pad(self, began: float) -> None:
@@ -152,6 +148,24 @@ class Trainer:
 
     def _batch(self, windows: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(windows).to(self.device)
+
+
+def time_passes(model: torch.nn.Module, batches: Iterable[torch.Tensor], z_loss: float) -> float:
+    """Seconds of forward and backward passes over ``batches``, each (B, T+1) int64. Their gradients stay, added up."""
+    began = time.perf_counter()
+    for batch in batches:
+        total, _ = loss_fn(model, batch, z_loss)
+        total.backward()
+    finish(next(model.parameters()).device)
+    return time.perf_counter() - began
+
+
+def finish(device: torch.device) -> None:
+    """Wait until ``device`` has done what was asked of it: calls return before that, but for a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 @torch.no_grad()

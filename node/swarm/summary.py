@@ -2,7 +2,9 @@
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -69,8 +71,18 @@ def _member(peer: bytes, record: PeerRecord) -> dict[str, Any]:
     }
 
 
-async def look(invite: Invite, *, timeout: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """Visit the swarm as a stranger, with a throw-away identity, and summarize it. HostError if nobody answers."""
+@dataclass(frozen=True)
+class Visit:
+    """What a stranger sees of a swarm while its connection lasts."""
+
+    host: Host
+    run: RunConfig
+    peers: Mapping[bytes, PeerRecord]
+
+
+@asynccontextmanager
+async def visiting(invite: Invite, *, timeout: float, say: Callable[[str], None]) -> AsyncIterator[Visit]:
+    """Visit the swarm with a throw-away identity. HostError if nobody answers."""
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         place = Path(folder)
         identity = load_or_create(place / "identity.key")
@@ -83,10 +95,15 @@ async def look(invite: Invite, *, timeout: float, say: Callable[[str], None]) ->
             # A stranger with a wrong clock would take every record of the DHT for expired.
             await TimeKeeper(host=host, run=invite.run, clock=clock, tell=say).arrive()
             run = check_run(await fetch_run(host, invite), invite)
-            peers = await Roster(host, invite.run, lambda: None, clock.now).read()
-            return summarize(run, invite.run, peers)
+            yield Visit(host, run, await Roster(host, invite.run, lambda: None, clock.now).read())
         finally:
             await host.close()
+
+
+async def look(invite: Invite, *, timeout: float, say: Callable[[str], None]) -> dict[str, Any]:
+    """Visit the swarm as a stranger and summarize it. HostError if nobody answers."""
+    async with visiting(invite, timeout=timeout, say=say) as visit:
+        return summarize(visit.run, invite.run, visit.peers)
 
 
 def render(summary: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,24 @@ def test_status_lists_the_peers(shared_lab: Lab, swarm: tuple[str, list[Process]
         assert member["step"] > 0
         assert member["steps_per_second"] > 0
         assert member["addresses"][0].startswith("/ip4/127.0.0.1/tcp/")
+
+
+def test_plan_times_a_download_from_the_peers_and_this_machines_step(
+    shared_lab: Lab, swarm: tuple[str, list[Process]]
+) -> None:
+    invite, _ = swarm
+    plan = shared_lab.run("plan", "--measure", invite, "--device", "cpu", "--json")
+    assert plan.popen.returncode == 0, plan.tail()
+    found = json.loads(plan.log.read_text(encoding="utf-8").splitlines()[-1])
+    assert found["model"] == "micro"
+    step, line = found["measured"]
+    assert "a pass of 64 tokens takes" in step
+    assert re.match(r"\d+\.\d MB came from [12] peer\(s\) in", line)
+    assert found["down_bits_per_second"] > 1e5
+    assert 0 < found["rtt_seconds"] < 5
+    assert any("uplink of 10 Mbit/s" in text for text in found["assumed"])
+    assert found["up_bits_per_second"] == 10e6
+    no_traceback(plan)
 
 
 def test_status_in_words(shared_lab: Lab, swarm: tuple[str, list[Process]]) -> None:
