@@ -111,7 +111,6 @@ class Network:
             port=config.port,
             announce=config.announce,
             socket_dir=socket_dir(config.data_dir),
-            relays=invite.addresses if config.relay else (),
         )
         set_dht_time(self.clock.now)
         validator = SignedRecords(identity, [roster_key(invite.run)], self.clock.now)

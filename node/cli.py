@@ -176,7 +176,6 @@ def join(
     port: Annotated[int | None, typer.Option(help="TCP port to listen on; 0 takes any free one.")] = None,
     announce: Annotated[list[str] | None, typer.Option(help="Multiaddr to announce; may be repeated.")] = None,
     client_mode: Annotated[bool | None, typer.Option("--client-mode", help="Cannot be reached.")] = None,
-    relay: Annotated[bool | None, typer.Option("--relay", help="Be reached through the bootstrap peers.")] = None,
     max_upload: Annotated[str | None, typer.Option(help="Cap on sending, such as 500kB/s or 4Mbit/s.")] = None,
     max_download: Annotated[str | None, typer.Option(help="Cap on receiving, such as 2MB/s.")] = None,
     tau: Annotated[int | None, typer.Option(help="Fixed overlap in inner steps.")] = None,

@@ -59,8 +59,6 @@ class NodeConfig:
     """Multiaddrs to announce in place of those that the machine sees, such as /ip4/203.0.113.5/tcp/4001."""
     client_mode: bool = False
     """This peer cannot be reached from outside: it joins rounds but never coordinates one."""
-    relay: bool = False
-    """This peer cannot be reached from outside: let the bootstrap peers pass on what others send to it."""
     max_upload: Rate = Rate(0.0)  # noqa: RUF009 - a NewType of float is no mutable default
     """Bytes per second that this node sends at most, on average; 0 for no cap. Texts such as 4Mbit/s are accepted."""
     max_download: Rate = Rate(0.0)  # noqa: RUF009
@@ -102,11 +100,6 @@ class NodeConfig:
         require(
             0.1 <= self.seconds_per_status <= 30,
             f"seconds_per_status is {self.seconds_per_status}, it must be in 0.1..30: nothing runs in silence",
-        )
-        require(
-            not (self.relay and (self.client_mode or self.announce)),
-            "relay goes neither with client_mode nor with announce: with relay this node is reached through the "
-            "bootstrap peers, with client_mode not at all, with announce directly",
         )
         check_rate(self.max_upload, "max_upload")
         check_rate(self.max_download, "max_download")

@@ -57,7 +57,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "libp2p": ("node/doctor_probe.py",),
     "matplotlib": ("node/plots.py",),
     "msgpack": ("protocol/wire.py",),
-    "multiaddr": ("node/doctor_probe.py", "node/swarm/host.py"),
+    "multiaddr": ("node/doctor_probe.py",),
     "numpy": ("protocol/*", "node/*"),  # the arrays of codecs and token streams
     "platformdirs": ("node/config.py", "node/paths.py"),
     "plotext": ("node/plots.py",),

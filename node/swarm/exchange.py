@@ -19,7 +19,7 @@ from stretto.node.swarm.chainlog import ChainLog
 from stretto.node.swarm.clock import SwarmClock
 from stretto.node.swarm.donor import REQUESTS, Donor, Stream
 from stretto.node.swarm.electors import ElectorWatch
-from stretto.node.swarm.host import Host, is_relayed
+from stretto.node.swarm.host import Host
 from stretto.node.swarm.identity import format_peer_id
 from stretto.node.swarm.inflow import Amount
 from stretto.node.swarm.line import Lane, Line
@@ -255,20 +255,10 @@ class Exchange:
                 contribution,
                 rate=rate,
                 patience=self.sync.estimate.patience,
-                uplink=self._offered_uplink(),
+                uplink=self.line.uplink if self.peer.can_coordinate else 0.0,
                 now=self.now(),
             )
         self._perform(effects)
-
-    def _offered_uplink(self) -> float:
-        """Bytes per second for reducing others' contributions, 0 to reduce nothing.
-
-        Who is reached through a relay leaves that to others where it can: every byte would cross the relay's line.
-        """
-        others = (record for record in self.roster.peers.values() if online(record) and not record.client_mode)
-        direct = any(not any(map(is_relayed, record.addresses)) for record in others)
-        spared = self.host.relayed and direct
-        return 0.0 if spared or not self.peer.can_coordinate else self.line.uplink
 
     # ------------------------------------------------------------------ effects
 

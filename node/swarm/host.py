@@ -11,7 +11,6 @@ when a bootstrap peer restarted.
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import socket
@@ -22,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-import multiaddr
 from hivemind.dht.node import DHTNode
 from hivemind.dht.validation import RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
@@ -36,9 +34,6 @@ from stretto.protocol.invite import check_address
 
 logger = logging.getLogger(__name__)
 
-RELAY_BYTES = 1 << 40
-"""What a relay lets through per connection. The daemon's own default of 128 KiB cuts every tensor."""
-
 CLOSE_TIMEOUT = 2.0
 
 LONGEST_SOCKET_PATH = 100
@@ -51,18 +46,12 @@ class HostError(StrettoError):
 
 @dataclass(frozen=True, kw_only=True)
 class HostConfig:
-    """Where to listen and what to announce. ``socket_dir`` keeps the daemon's sockets, cleaned at every start.
-
-    With ``relays`` this peer asks them for a place (circuit relay v2) and is announced there too once it has one. The
-    daemon asks at once where it knows four relays, else after three minutes: it waits for better ones.
-    """
+    """Where to listen and what to announce. ``socket_dir`` keeps the daemon's sockets, cleaned at every start."""
 
     host: str
     port: int
     announce: tuple[str, ...]
     socket_dir: Path
-    relays: tuple[str, ...] = ()
-    """Peers at /.../p2p/ID that accept connections for this one, which cannot be reached itself."""
     startup_timeout: float = 30.0
     dial_timeout: float = 10.0
 
@@ -90,10 +79,9 @@ class Host:
         """Launch p2pd and the DHT node. HostError names the phase in which it failed."""
         folder = config.socket_dir
         _clean(folder)
-        relay = {"relayService": 1, "relayDataLimit": RELAY_BYTES, "relayTimeLimit": "24h"}
         own = {
             "_UNIX_SOCKET_PREFIX": f"/unix{folder.resolve()}/",
-            "DHT_MODE_MAPPING": {**P2P.DHT_MODE_MAPPING, "server": {"dhtServer": 1, **relay}},
+            "DHT_MODE_MAPPING": {**P2P.DHT_MODE_MAPPING, "server": {"dhtServer": 1, "relayService": 0}},
         }
         local = cast(type[P2P], type("LocalP2P", (P2P,), own))
         try:
@@ -106,9 +94,10 @@ class Host:
                 nat_port_map=False,
                 auto_nat=False,
                 dht_mode="server",
-                force_reachability="private" if config.relays else "public",
-                use_auto_relay=bool(config.relays),
-                trusted_relays=relay_places(config.relays) or None,
+                force_reachability="public",
+                # This daemon cuts every relayed connection after 128 KiB, whatever -relayDataLimit says: no tensor
+                # would pass, and who cannot be reached does better without.
+                use_relay=False,
                 idle_timeout=60,
             )
         except (P2PDaemonError, OSError, ValueError) as error:
@@ -127,11 +116,6 @@ class Host:
         found = await self.p2p.get_visible_maddrs(latest=True)
         suffix = f"/p2p/{self.identity.peer_id}"
         self.addresses = tuple(str(address).removesuffix(suffix) + suffix for address in found)
-
-    @property
-    def relayed(self) -> bool:
-        """Whether this peer has a place at a relay."""
-        return any(is_relayed(address) for address in self.addresses)
 
     async def dial(self, address: str) -> None:
         """Connect to a peer at /.../p2p/ID and make it part of the DHT. HostError if it cannot be reached."""
@@ -192,7 +176,7 @@ class Host:
     async def connect(self, peer: bytes, addresses: Sequence[str]) -> bool:
         """Let the daemon know a peer of the roster; False if it cannot be reached now."""
         with contextlib.suppress(ControlFailure, P2PDaemonError, OSError, ValueError, asyncio.TimeoutError):
-            known = [_place(address) for address in addresses if address.startswith("/")]
+            known = [Multiaddr(a.split("/p2p/")[0]) for a in addresses if a.startswith("/")]
             await asyncio.wait_for(self.p2p._client.connect(PeerID(peer), known), self.config.dial_timeout)
             return True
         return False
@@ -268,39 +252,6 @@ async def dial_all(host: Host, addresses: Sequence[str]) -> tuple[list[str], dic
         else:
             reached.append(address)
     return reached, errors
-
-
-def is_relayed(address: str) -> bool:
-    """Whether an address leads through a relay."""
-    return "/p2p-circuit" in address
-
-
-def relay_places(addresses: Sequence[str]) -> list[str]:
-    """One address of each peer: the first public one, else the first that leads to another machine, else the first.
-
-    The daemon takes each address for a relay of its own, and gives a peer up for an hour if one of them fails.
-    """
-    best: dict[str, tuple[int, str]] = {}
-    for address in addresses:
-        host = address.split("/")[2]
-        try:
-            found = ipaddress.ip_address(host)
-            rank = 0 if found.is_global else 2 if found.is_loopback else 1
-        except ValueError:
-            rank = 0  # a name
-        peer = address.rsplit("/p2p/", 1)[1]
-        if peer not in best or rank < best[peer][0]:
-            best[peer] = (rank, address)
-    return [address for _, address in best.values()]
-
-
-def _place(address: str) -> Multiaddr:
-    """An address without the peer id at its end. ValueError if it is none.
-
-    hivemind's own class encodes the relay's id in the middle of an address in a way that the daemon does not read.
-    """
-    place = address.rsplit("/p2p/", 1)[0]
-    return cast(Multiaddr, multiaddr.Multiaddr(place)) if is_relayed(place) else Multiaddr(place)
 
 
 def _reason(error: Exception) -> str:

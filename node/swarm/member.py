@@ -15,7 +15,6 @@ from stretto.node.swarm.inflow import Inflow
 from stretto.node.swarm.isolation import Isolation, Unanswered
 from stretto.node.swarm.known_peers import KnownPeers
 from stretto.node.swarm.losses import Losses
-from stretto.node.swarm.reach import Reach
 from stretto.node.swarm.roster import EXPIRY, Roster
 from stretto.node.swarm.time_keeper import TimeKeeper
 from stretto.protocol.digest import digest
@@ -75,8 +74,7 @@ class Member:
         self.roster.heard = self._hear
         await self.exchange.start()
         loop = asyncio.get_running_loop()
-        reach = Reach(self.host, self.exchange, say=self.say, tell=self.tell)
-        work = (self.roster.keep(), self._keep_time(), self._stay_connected(), self._watch_twin(), reach.keep())
+        work = (self.roster.keep(), self._keep_time(), self._stay_connected(), self._watch_twin())
         self._tasks = [loop.create_task(self.exchange.guarded(part)) for part in work]
 
     async def _keep_time(self) -> None:
@@ -192,7 +190,7 @@ class Member:
             version=version,
             state=progress.state,
             addresses=self.host.addresses[:16],
-            client_mode=client_mode or (bool(self.host.config.relays) and not self.host.relayed),
+            client_mode=client_mode,
             rate=progress.rate,
             step=progress.step,
             loss=progress.loss,

@@ -207,6 +207,9 @@ def make_report(story: Story) -> dict[str, Any]:
         "tokens_lost": lost,
         "lost_share": round(lost / trained, 4) if trained else None,
         "work": tokens,
+        "tokens_lost_as_peers_say": max(
+            (e["total"] for peer in story.peers for e in story.events.get(peer, ()) if e["event"] == "lost"), default=0
+        ),
         "weights": chains.weights(story, known),
         "taus": chains.taus(story),
         "repairs_and_faults_told": dict(events.most_common()),

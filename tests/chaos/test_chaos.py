@@ -50,6 +50,8 @@ def test_every_token_is_accounted_for(report: dict[str, Any]) -> None:
         assert report["weights"][peer]["rounds_counted"] > 0
         if peer != "p1":  # only a kill may lose work; a step that ends as a round departs may fall on either side
             assert abs(row["lost"]) <= 2 * step, (peer, row)
+    # What the others say is its last word of what no round had counted.
+    assert 0 < report["tokens_lost_as_peers_say"] < report["work"]["p1"]["trained"] / 2
     assert 0 <= report["work"]["p1"]["lost"] < report["work"]["p1"]["trained"] / 2
 
 
