@@ -418,7 +418,7 @@ class Node:
         self.taus += [merged.tau for merged in report.merged if merged.counted]
         progress.step, progress.loss, progress.tokens = report.step, report.loss, progress.tokens + report.tokens
         progress.rate = 1 / self.sync.estimate.step_seconds
-        progress.tau = self.sync.estimate.tau
+        progress.tau = self.sync.estimate.tau if self.lockstep is None else self.lockstep.schedule.tau
         self.metrics.write(
             {
                 "event": "step",

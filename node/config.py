@@ -1,4 +1,6 @@
-"""The node config: what concerns this machine only. It never changes what the swarm computes.
+"""The node config: what concerns this machine only, and no setting of the run.
+
+``tau`` and ``lockstep``, for experiments, are the only keys that say how this peer takes part.
 
 Three sources, the later ones win: a TOML file, ``STRETTO_*`` environment variables (``STRETTO_MICRO_BATCH=4``), flags
 of the command line. An unknown key or variable is an error that lists the valid ones. What peers must share is the
