@@ -24,10 +24,12 @@ from stretto.node.checkpoint_files import CheckpointFiles
 from stretto.node.config import NodeConfig, default_data_dir
 from stretto.node.console import Console
 from stretto.node.data.corpus import Corpus
+from stretto.node.data.fixed_units import FixedUnits
 from stretto.node.data.journal import Journal, place
 from stretto.node.data.stream import TokenStream, count_windows, heldout_batches
 from stretto.node.data.units import UnitKeeper
-from stretto.node.events import Narrator, chain_fields, pace_in_words, run_in_words
+from stretto.node.events import Narrator, chain_fields, lockstep_over, pace_in_words, run_in_words
+from stretto.node.lockstep import InLockstep, Lockstep, LockstepSchedule, check_lockstep, lockstep_rules
 from stretto.node.metrics.jsonl import MetricsFile
 from stretto.node.model import build_model, count_parameters
 from stretto.node.parts import (
@@ -62,6 +64,7 @@ from stretto.node.trainer import StepReport, Trainer, evaluate, make_optimizer
 from stretto.protocol import fp4, wire
 from stretto.protocol import messages as m
 from stretto.protocol.config import RunConfig
+from stretto.protocol.digest import state_digest, weights_digest
 from stretto.protocol.errors import ConfigError, RemoteProtocolError
 from stretto.protocol.invite import Invite
 from stretto.protocol.peer import Peer
@@ -206,10 +209,11 @@ class Node:
     trainer: Trainer
     sync: Sync
     member: Member
-    units: UnitKeeper
+    units: UnitKeeper | FixedUnits
     journal: Journal
     saver: Saver
     folder: Path
+    lockstep: Lockstep | None
     first_losses: list[float] = field(default_factory=list)
     last_losses: deque[float] = field(default_factory=lambda: deque(maxlen=10))
     taus: list[int] = field(default_factory=list)
@@ -240,31 +244,34 @@ class Node:
             f"{len(fragments.specs)} fragments of up to {max(spec.numel for spec in fragments.specs):,}"
         )
         metrics = MetricsFile(folder / "metrics.jsonl")
-        peer = make_peer(run, fragments, identity, device, can_coordinate=not config.client_mode)
+        lockstep = _make_lockstep(run, config, len(fragments.specs), network)
+        rules = lockstep_rules(run, len(fragments.specs), lockstep.peers) if lockstep else None
+        peer = make_peer(run, fragments, identity, device, can_coordinate=not config.client_mode, rules=rules)
         on_device = device.type == "cuda" and run.wire.up == "e3m0" and not run.wire.error_feedback
         sync = Sync(fragments, peer, tau_max=run.outer.tau_max, fixed_tau=config.tau, encode_on_device=on_device)
         path = f" (the {fp4.path_name()} path on the host)" if run.wire.up == "e3m0" else ""
         console.say(f"contributions are encoded as {run.wire.up} on {device if on_device else 'the host'}{path}")
-        stream, units, journal = _make_stream(run, corpus, identity, network, folder)
+        stream, units, journal = _make_stream(run, corpus, identity, network, folder, fixed=lockstep is not None)
         trainer = Trainer(
             model=model,
             optimizer=make_optimizer(model, run.inner),
             stream=stream,
             config=run.inner,
-            sync=sync,
+            sync=InLockstep(sync, lockstep) if lockstep else sync,
             sequence_length=run.data.sequence_length,
             micro_batch=config.micro_batch,
             device=device,
             pace=config.pace,
             wait=network.stopping.event.wait,
         )
-        member = _make_member(run, signed, config, network, peer, sync, metrics, console, folder / "log")
+        member = _make_member(run, signed, config, network, peer, sync, metrics, console, folder / "log", lockstep)
 
         def ask() -> None:
             network.thread.loop.call_soon_threadsafe(member.roster.nudge)
 
-        units.connect(ask=ask, say=member.say)
-        member.units = units
+        if isinstance(units, UnitKeeper):
+            units.connect(ask=ask, say=member.say)
+            member.units = units
         saver = Saver(
             CheckpointFiles(folder / "checkpoints", keep=config.checkpoints),
             every=config.checkpoint_every,
@@ -277,7 +284,20 @@ class Node:
             say=member.say,
         )
         return cls(
-            run, config, console, network, metrics, corpus, trainer, sync, member, units, journal, saver, folder
+            run,
+            config,
+            console,
+            network,
+            metrics,
+            corpus,
+            trainer,
+            sync,
+            member,
+            units,
+            journal,
+            saver,
+            folder,
+            lockstep,
         )
 
     # ------------------------------------------------------------------ life
@@ -297,9 +317,11 @@ class Node:
             self.console.status = self.status
             wait = self.member.await_start(
                 new_run=self.config.new_run,
-                start_peers=self.config.start_peers,
+                start_peers=self.config.lockstep or self.config.start_peers,
             )
             call(wait, stopping=stopping)
+            if self.lockstep is not None:
+                self._take_place(self.lockstep)
             if resumed is None:
                 self._take_over_anchors()
             progress.state = "training"
@@ -334,6 +356,18 @@ class Node:
             )
         return contents
 
+    def _take_place(self, lockstep: Lockstep) -> None:
+        """In lockstep: wait for the whole crew; a peer's place in it, by peer id, says what it reads."""
+        crew = self.network.thread.call(self.member.await_crew(lockstep.peers), stopping=self.network.stopping)
+        rank = crew.index(self.member.host.identity.peer_id_bytes)
+        assert isinstance(self.units, FixedUnits)
+        self.units.sit(rank, lockstep.peers)
+        self.member.exchange.set_crew(crew)
+        self.console.say(
+            f"in lockstep: peer {rank} of {lockstep.peers}, counted from 0; rounds depart at inner step counts and "
+            f"merge {lockstep.schedule.tau} step(s) later; the others are waited for"
+        )
+
     def _bookmark_in(self, contents: Contents | None) -> Bookmark | None:
         """The place in the data that a checkpoint holds."""
         try:
@@ -360,13 +394,15 @@ class Node:
                 self._note(report)
                 self._evaluate_if_due()
                 self.saver.save_if_due()
-                if ended.is_set() or stopping():
+                if ended.is_set() or stopping() or (self.lockstep is not None and self.lockstep.done):
                     break
         self.train_seconds = time.monotonic() - began
-        self.trainer.sync.come_back()
+        self.sync.come_back()
 
     def swarm_step(self) -> float:
-        """The swarm's mean inner step count now."""
+        """The swarm's mean inner step count now; in lockstep all peers' own."""
+        if self.lockstep is not None:
+            return float(self.sync.step)
         clock = self.member.exchange.peer.clock
         if clock is None:
             return 0.0
@@ -382,7 +418,7 @@ class Node:
         self.taus += [merged.tau for merged in report.merged if merged.counted]
         progress.step, progress.loss, progress.tokens = report.step, report.loss, progress.tokens + report.tokens
         progress.rate = 1 / self.sync.estimate.step_seconds
-        progress.tau = self.sync.estimate.tau
+        progress.tau = self.sync.estimate.tau if self.lockstep is None else self.lockstep.schedule.tau
         self.metrics.write(
             {
                 "event": "step",
@@ -466,7 +502,9 @@ class Node:
             return f"{progress.state}: {self.member.waiting_for or f'{peers} other peer(s) in the run'}"
         clock, rate = exchange.peer.clock, progress.rate
         swarm = ", ".join(exchange.peer.waiting_for())
-        if not swarm and clock is not None:
+        if self.lockstep is not None:
+            swarm = "; ".join(filter(None, [self.lockstep.waiting_for, swarm])) or "in lockstep"
+        elif not swarm and clock is not None:
             following = clock.next_round(exchange.now())
             due = clock.departure(following) - exchange.now()
             ends = exchange.last_round is not None and following >= exchange.last_round
@@ -495,6 +533,7 @@ class Node:
             "rounds_committed": len(exchange.committed),
             "aborted": {str(number): why for number, why in sorted(exchange.aborted.items())},
             "heads": [tip.head.hex() for tip in exchange.peer.tips()],
+            "states": [state_digest(s.anchor, s.momentum).hex() for s in exchange.peer.diloco.fragments],
             "versions": [tip.version for tip in exchange.peer.tips()],
             "loss_first": fmean(self.first_losses) if self.first_losses else None,
             "loss_last": fmean(self.last_losses) if self.last_losses else None,
@@ -517,19 +556,49 @@ class Node:
             "taus": self.taus,
             "late_merges": self.late_merges,
             **self.units.report(),
+            "lockstep": self._lockstep_report(),
             "wall_seconds": time.monotonic() - self.started,
         }
 
+    def _lockstep_report(self) -> dict[str, Any] | None:
+        """What a simulation needs to repeat this node's part, and the bits that it ended with."""
+        if self.lockstep is None:
+            return None
+        model = self.sync.model
+        return {
+            "peers": self.lockstep.peers,
+            "tau": self.lockstep.schedule.tau,
+            "rounds": self.lockstep.schedule.rounds,
+            "micro_batch": self.config.micro_batch,
+            "device": str(self.trainer.device),
+            "weights": [weights_digest(model.gather(p)).hex() for p in range(len(model.specs))],
+        }
+
+
+def _make_lockstep(run: RunConfig, config: NodeConfig, fragments: int, network: Network) -> Lockstep | None:
+    """The gates of a lockstep run, None for an ordinary one."""
+    if not config.lockstep:
+        return None
+    assert config.tau is not None
+    check_lockstep(run, config.lockstep, config.tau)
+    rounds = last_round(run, fragments, config.rounds)
+    schedule = LockstepSchedule(run.outer.inner_steps, fragments, rounds, config.tau)
+    return Lockstep(schedule, config.lockstep, stopping=network.stopping)
+
 
 def _make_stream(
-    run: RunConfig, corpus: Corpus, identity: Identity, network: Network, folder: Path
-) -> tuple[TokenStream, UnitKeeper, Journal]:
-    """The reader, this node's units, and the journal of its place in them."""
+    run: RunConfig, corpus: Corpus, identity: Identity, network: Network, folder: Path, *, fixed: bool
+) -> tuple[TokenStream, UnitKeeper | FixedUnits, Journal]:
+    """The reader, this node's units, and the journal of its place in them. ``fixed``: nothing is claimed."""
     data = run.data
     cut = UnitCut(count_windows(corpus.train, data.sequence_length, "training"), data.unit_sequences)
     journal = Journal(folder / "data.json", cut, network.console.say)
-    book = UnitBook(identity.peer_id_bytes, cut)
-    units = UnitKeeper(book, now=network.clock.now, stopping=network.stopping, journal=journal)
+    units: UnitKeeper | FixedUnits
+    if fixed:
+        units = FixedUnits(cut)
+    else:
+        book = UnitBook(identity.peer_id_bytes, cut)
+        units = UnitKeeper(book, now=network.clock.now, stopping=network.stopping, journal=journal)
     stream = TokenStream(corpus.train, data.sequence_length, data.seed, unit_sequences=cut.length, units=units)
     return stream, units, journal
 
@@ -544,6 +613,7 @@ def _make_member(
     metrics: MetricsFile,
     console: Console,
     log_folder: Path,
+    lockstep: Lockstep | None,
 ) -> Member:
     host, progress, known, keeper = network.host, Progress(), network.known, network.time
     assert host is not None
@@ -565,6 +635,8 @@ def _make_member(
     def warn(text: str) -> None:
         say({"event": "fault", "what": text})
 
+    if lockstep is not None:
+        lockstep.fail = lambda why: say({"event": "fault", "what": lockstep_over(why), "fatal": True})
     log = ChainLog(log_folder, run=run.digest(), budget=config.log_bytes, warn=warn)
     member: Member | None = None
 
@@ -585,6 +657,7 @@ def _make_member(
             say=say,
             last_round=last_round(run, peer.fragments, config.rounds),
             log=log,
+            lockstep=lockstep,
         )
         return Member(host, exchange, roster, progress, network.bootstraps, known, keeper, say, console.say)
 

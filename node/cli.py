@@ -179,6 +179,9 @@ def join(
     max_upload: Annotated[str | None, typer.Option(help="Cap on sending, such as 500kB/s or 4Mbit/s.")] = None,
     max_download: Annotated[str | None, typer.Option(help="Cap on receiving, such as 2MB/s.")] = None,
     tau: Annotated[int | None, typer.Option(help="Fixed overlap in inner steps.")] = None,
+    lockstep: Annotated[
+        int | None, typer.Option(help="For experiments: as the simulation, step by step, with so many peers in all.")
+    ] = None,
     new_run: Annotated[bool | None, typer.Option("--new-run", help="Found the run if nobody has.")] = None,
     start_peers: Annotated[int | None, typer.Option(help="With --new-run: wait for so many peers.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Stop after so many rounds of the run.")] = None,
@@ -219,6 +222,12 @@ def demo(
     inner_steps: Annotated[int, typer.Option(help="H: inner steps between two rounds of a fragment.")] = 40,
     fragments: Annotated[int, typer.Option(help="P: fragments.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed.")] = 0,
+    lockstep: Annotated[
+        bool, typer.Option("--lockstep", help="For experiments: step by step, and compare with the simulation.")
+    ] = False,
+    tau: Annotated[
+        list[int] | None, typer.Option(help="With --lockstep: overlap in inner steps, once or once per peer.")
+    ] = None,
 ) -> None:
     """Run a whole swarm on this machine: one bootstrap peer and some training peers, on real text."""
     from stretto.node.demo import DemoConfig, run_demo
@@ -231,6 +240,8 @@ def demo(
         inner_steps=inner_steps,
         fragments=fragments,
         seed=seed,
+        lockstep=lockstep,
+        tau=tuple(tau or ()),
     )
     raise typer.Exit(run_demo(config))
 

@@ -1,4 +1,6 @@
-"""The node config: what concerns this machine only. It never changes what the swarm computes.
+"""The node config: what concerns this machine only, and no setting of the run.
+
+``tau`` and ``lockstep``, for experiments, are the only keys that say how this peer takes part.
 
 Three sources, the later ones win: a TOML file, ``STRETTO_*`` environment variables (``STRETTO_MICRO_BATCH=4``), flags
 of the command line. An unknown key or variable is an error that lists the valid ones. What peers must share is the
@@ -65,6 +67,10 @@ class NodeConfig:
     """Bytes per second that it receives at most, on average."""
     tau: int | None = None
     """Fixed overlap in inner steps; without it a result is merged as soon as it is there."""
+    lockstep: int = 0
+    """For experiments: train in lockstep with so many peers in all, this one included, each with a fixed ``tau``. Then
+    rounds depart at inner step counts, peers wait for each other, and what they compute is bit for bit what the
+    simulation computes (docs/lockstep.md). 0 trains as volunteers do."""
     new_run: bool = False
     """Found the run if nobody has: for its operator, once."""
     start_peers: int = 1
@@ -94,6 +100,11 @@ class NodeConfig:
         require(self.threads >= 0, f"threads is {self.threads}, it must not be negative")
         require(0 <= self.port < 65536, f"port is {self.port}, it must be in 0..65535")
         require(self.tau is None or self.tau >= 0, f"tau is {self.tau}, it must not be negative")
+        require(self.lockstep >= 0, f"lockstep is {self.lockstep}, it must be the number of peers, or 0 for none")
+        require(
+            not self.lockstep or self.tau is not None,
+            "lockstep needs a fixed overlap: give tau as well (--tau), in inner steps",
+        )
         require(self.start_peers >= 1, f"start_peers is {self.start_peers}, it must be at least 1")
         require(self.rounds >= 0, f"rounds is {self.rounds}, it must not be negative")
         require(self.join_timeout >= 0, f"join_timeout is {self.join_timeout}, it must not be negative")

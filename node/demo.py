@@ -20,11 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from stretto.node.lockstep import check_lockstep
+from stretto.node.lockstep_simulation import compare_with_simulation
 from stretto.node.presets import demo_run
+from stretto.node.runfile import read_run
 from stretto.node.stopping import stop_signals
 from stretto.node.swarm.folders import own_folder, write_whole
 from stretto.protocol.errors import ConfigError, StrettoError
@@ -47,6 +51,10 @@ class DemoConfig:
     inner_steps: int
     fragments: int
     seed: int
+    lockstep: bool = False
+    """Train step by step as the simulation does, and compare with it at the end."""
+    tau: tuple[int, ...] = ()
+    """In lockstep: the overlap of all peers, or of each; 1 if nothing is given."""
 
     def __post_init__(self) -> None:
         for name in ("peers", "rounds", "inner_steps", "fragments"):
@@ -54,6 +62,19 @@ class DemoConfig:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}, it must be at least 1")
         if self.peers > 64:
             raise ConfigError(f"--peers is {self.peers}; more than 64 do not fit one machine")
+        if self.tau and not self.lockstep:
+            raise ConfigError(
+                "--tau of a demo is for --lockstep: without it peers merge a result as soon as it is there"
+            )
+        if len(self.tau) not in (0, 1, self.peers):
+            raise ConfigError(
+                f"--tau is given {len(self.tau)} times: give it once, or once for each of {self.peers} peers"
+            )
+
+    @property
+    def taus(self) -> tuple[int, ...]:
+        """In lockstep: the overlap of each peer."""
+        return self.tau if len(self.tau) == self.peers else (self.tau or (1,)) * self.peers
 
 
 @dataclass
@@ -118,6 +139,9 @@ class Swarm:
         run = demo_run(
             inner_steps=config.inner_steps, fragments=config.fragments, seed=config.seed, rounds=config.rounds
         )
+        if config.lockstep:
+            for tau in config.taus:
+                check_lockstep(run, config.peers, tau)
         run_file.write_text(run.to_toml(), encoding="utf-8")
         say(f"run {run.digest().hex()[:16]}, files in {self.folder}")
         place = ["--host", "127.0.0.1"]
@@ -137,6 +161,8 @@ class Swarm:
         say(f"starting {config.peers} training peer(s)")
         for index in range(config.peers):
             founder = ["--new-run", "--start-peers", str(config.peers)] if index == 0 else []
+            tau = config.taus[index]
+            lockstep = ["--lockstep", str(config.peers), "--tau", str(tau)] if config.lockstep else []
             self.spawn(
                 f"node{index}",
                 "join",
@@ -151,6 +177,7 @@ class Swarm:
                 "--threads",
                 "1",
                 *founder,
+                *lockstep,
             )
         pids = {child.name: child.process.pid for child in self.children}
         (self.folder / "pids.json").write_text(json.dumps(pids), encoding="utf-8")
@@ -202,9 +229,11 @@ def run_demo(config: DemoConfig) -> int:
         swarm.start(console.print)
         _watch(swarm, console)
         report = make_report(swarm, time.monotonic() - began)
+        if config.lockstep:
+            report |= _compare(swarm, report, console)
         write_whole(config.report, json.dumps(report, indent=2) + "\n", "--report")
         console.print(render(report, config.report))
-        fine = report["heads_equal"] and not report["failed"]
+        fine = report["heads_equal"] and not report["failed"] and report["simulation_equal"] is not False
         keep = keep or not fine
         return 0 if fine else 1
     except KeyboardInterrupt:
@@ -350,8 +379,22 @@ def make_report(swarm: Swarm, wall: float) -> dict[str, Any]:
         "lost": [child.name for child in swarm.nodes if (child.process.returncode or 0) < 0],
         "failed": [child.name for child in swarm.nodes if (child.process.returncode or 0) > 0],
         "abort_reasons": sorted({why for node in nodes for why in node["aborted"].values()}),
+        "simulation_equal": None,
+        "simulation_differences": [],
         "nodes": reports,
     }
+
+
+def _compare(swarm: Swarm, report: dict[str, Any], console: Console) -> dict[str, Any]:
+    """Simulate what the nodes have done in lockstep: whether all bits are equal, and what differs."""
+    whole = len(report["nodes"]) == swarm.config.peers and report["rounds_committed"] == swarm.config.rounds
+    if not whole or report["failed"] or report["lost"]:
+        return {"simulation_equal": False, "simulation_differences": ["the swarm did not come to its end"]}
+    console.print(f"simulating the same run: {swarm.config.peers} peers, {swarm.config.rounds} rounds")
+    torch.set_num_threads(1)  # as many as the nodes have: sums in another order have other bits
+    run = read_run(swarm.folder / "run.toml")
+    found = compare_with_simulation(run, report["nodes"], swarm.nodes[0].folder)
+    return {"simulation_equal": found["equal"], "simulation_differences": found["differences"]}
 
 
 def render(report: dict[str, Any], path: Path) -> str:
@@ -367,6 +410,10 @@ def render(report: dict[str, Any], path: Path) -> str:
         f"{report['step_seconds'] * 1e3:.0f} ms per step, compute utilization {report['compute_utilization']:.1%}, "
         f"tau {', '.join(f'{name} {tau}' for name, tau in report['tau'].items())}",
     ]
+    if report["simulation_equal"]:
+        lines.append("simulation of the same run: anchors, momenta and local weights bit-identical on all peers")
+    elif report["simulation_equal"] is False:
+        lines.append(f"DIFFERS FROM ITS SIMULATION: {'; '.join(report['simulation_differences'])}")
     if report["emulated_device_time"]:
         lines.append("WARNING steps were padded to a pace: times and utilization are emulated device time")
     if report["lost"]:

@@ -34,6 +34,11 @@ def pace_in_words(pace: float) -> str:
     )
 
 
+def lockstep_over(why: str) -> str:
+    """Why a run in lockstep ends."""
+    return f"lockstep: {why}. This run can no longer equal the simulation, so this node ends"
+
+
 def chain_fields(event: dict[str, Any], fragments: Sequence[FragmentState]) -> dict[str, Any]:
     """For an event that moved the tip of a fragment's chain: where it is now, and whose tokens the last record counts.
 

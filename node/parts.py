@@ -82,7 +82,13 @@ def cut_model(run: RunConfig, model: torch.nn.Module) -> FragmentedModel:
 
 
 def make_peer(
-    run: RunConfig, model: FragmentedModel, identity: Identity, device: torch.device, *, can_coordinate: bool
+    run: RunConfig,
+    model: FragmentedModel,
+    identity: Identity,
+    device: torch.device,
+    *,
+    can_coordinate: bool,
+    rules: Rules | None = None,
 ) -> Peer:
     """The protocol side of a replica whose local weights are the initial ones.
 
@@ -92,7 +98,7 @@ def make_peer(
     diloco = StreamingDiLoCo(run, initial, empty_for(device))
     if run.wire.up == E3M0.name:
         diloco.codec = PooledE3M0(ThreadPoolExecutor(CODEC_THREADS, thread_name_prefix="codec"))
-    rules = Rules(
+    rules = rules or Rules(
         inner_steps=run.outer.inner_steps,
         fragments=len(model.specs),
         min_group=run.group.min_size,

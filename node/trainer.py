@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from stretto.node.data.stream import TokenStream
 from stretto.node.data.units import Span
 from stretto.node.model import loss_fn
-from stretto.node.sync import Merged, Sync
+from stretto.node.sync import Merged
 from stretto.protocol.config import InnerConfig
 
 
@@ -64,6 +65,28 @@ class StepReport:
     samples: tuple[Span, ...]
 
 
+class StepSync(Protocol):
+    """What the loop needs of ``stretto.node.sync.Sync``: a lock around optimizer steps, and what is due after them."""
+
+    blocked_seconds: float
+
+    @property
+    def step(self) -> int:
+        """Inner steps done."""
+
+    def acquire_step(self) -> None:
+        """Before ``optimizer.step()``."""
+
+    def release_step(self, tokens: int, seconds: float) -> None:
+        """After it."""
+
+    def come_back(self) -> list[Merged]:
+        """Between two steps: results meet the local weights."""
+
+    def reload_if_asked(self) -> bool:
+        """Between two steps: whether the local weights were replaced by the anchors."""
+
+
 @dataclass
 class Trainer:
     """Everything the loop needs. ``micro_batch`` sequences go through the model at once."""
@@ -72,7 +95,7 @@ class Trainer:
     optimizer: torch.optim.AdamW
     stream: TokenStream
     config: InnerConfig
-    sync: Sync
+    sync: StepSync
     sequence_length: int
     micro_batch: int
     device: torch.device

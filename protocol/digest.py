@@ -45,6 +45,11 @@ def state_digest(anchor: np.ndarray, momentum: np.ndarray) -> bytes:
     )
 
 
+def weights_digest(weights: np.ndarray) -> bytes:
+    """Digest of a fragment's local weights, (n,) float32, as little-endian bytes; for comparisons, not on the wire."""
+    return bulk_digest("weights", [np.ascontiguousarray(weights, dtype="<f4").data.cast("B")])
+
+
 def check_digest(name: str, value: bytes) -> None:
     """ValueError unless ``value`` is 32 bytes."""
     if len(value) != DIGEST_BYTES:

@@ -40,6 +40,7 @@ class Simulation:
     the time limits of a round; by default they follow from the step times and ``window``. With ``expiry`` peers know
     each other by roster records that are renewed once per interval and hold so long; without, they know at once who is
     there. ``clients`` are the numbers of peers that others cannot reach: they coordinate and reduce nothing.
+    ``ids`` are the peers' ids, made up by default. Sums run in their order: repeating a real run takes its ids.
     """
 
     def __init__(
@@ -56,8 +57,14 @@ class Simulation:
         work_time: float = 0.0,
         expiry: float | None = None,
         clients: Collection[int] = (),
+        ids: Sequence[bytes] | None = None,
     ) -> None:
         self.clients = frozenset(clients)
+        self.ids = tuple(ids) if ids is not None else tuple(peer_id(index) for index in range(len(replicas)))
+        if len(set(self.ids)) != len(replicas):
+            raise ConfigError(
+                f"{len(replicas)} replicas need as many different peer ids, {len(set(self.ids))} are given"
+            )
         self.config, self.network, self.random = config, network or Network(), random.Random(seed)
         self.work_time, self.expiry = work_time, expiry
         self.now = 0.0
@@ -89,7 +96,7 @@ class Simulation:
 
     def _make_peer(self, index: int, replica: Replica) -> Peer:
         """A peer in the initial state, with the replica's weights as anchors."""
-        me = peer_id(index)
+        me = self.ids[index]
         initial = [replica.get(fragment) for fragment in range(self.config.outer.fragments)]
         return Peer(
             me=me,
@@ -110,10 +117,11 @@ class Simulation:
         """Play until round ``rounds`` is about to depart. May be called again with a higher number."""
         self.play(self.clock().departure(rounds) - 1e-6)
 
-    def settle(self) -> None:
-        """Play on without new departures until the results that are under way have come back."""
+    def settle(self, until: float | None = None) -> None:
+        """Play on without new departures, up to the time ``until``, or until all that is under way has come back."""
         self._departing = False
-        self.play(self.now + self.config.outer.inner_steps * max(sim.step_time for sim in self.peers))
+        cycle = self.config.outer.inner_steps * max(sim.step_time for sim in self.peers)
+        self.play(self.now + cycle if until is None else until)
 
     def play(self, until: float) -> None:
         """Let everything happen that is due up to the time ``until``."""

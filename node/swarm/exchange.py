@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from stretto.node.lockstep import Lockstep
 from stretto.node.swarm import transfer
 from stretto.node.swarm.chainlog import ChainLog
 from stretto.node.swarm.clock import SwarmClock
@@ -57,6 +58,9 @@ T = TypeVar("T")
 MAX_FAULTS = 100
 """Peers in the record of broken rules, and kinds for each."""
 
+MAX_HELD = 100
+"""Messages of one round that wait in lockstep until this peer departs with it."""
+
 GROUP_WAIT = 10.0
 """Seconds for which bytes of a group wait that this peer has not heard of yet: its message may be on the way."""
 
@@ -77,7 +81,9 @@ class Exchange:
         say: Say,
         last_round: int | None,
         log: ChainLog,
+        lockstep: Lockstep | None = None,
     ) -> None:
+        self.lockstep = lockstep
         self.host, self.peer, self.sync, self.roster = host, peer, sync, roster
         self.clock = clock
         self.last_round = last_round
@@ -105,6 +111,9 @@ class Exchange:
         self._lost_at: dict[bytes, float] = {}
         self._taking: set[tuple[bytes, bytes, type, int]] = set()
         """Bytes of rounds that are being received: from whom, for which group, contribution or average, which part."""
+        self._held: dict[int, list[tuple[bytes, m.Message]]] = {}
+        """In lockstep: messages of rounds that this peer has not departed with yet."""
+        self._departed = -1
         self._leaving = 0
         """Departures whose contribution is being encoded."""
         self._electors = ElectorWatch(peer.config.group.absence)
@@ -199,6 +208,16 @@ class Exchange:
     async def _departures(self) -> None:
         await self._clock_set.wait()
         await self._trains.wait()
+        if self.lockstep is not None:
+            await self._depart_by_step(self.lockstep)
+        else:
+            await self._depart_by_clock()
+        while self._leaving or self.peer.busy() or self.peer.repairing:
+            self._settled.clear()
+            await self._settled.wait()
+        self.ended.set()
+
+    async def _depart_by_clock(self) -> None:
         target = 0
         while True:
             clock = self.peer.clock
@@ -217,10 +236,45 @@ class Exchange:
             self._leaving += 1
             self._spawn(self._depart(target))
             target += 1
-        while self._leaving or self.peer.busy() or self.peer.repairing:
-            self._settled.clear()
-            await self._settled.wait()
-        self.ended.set()
+
+    async def _depart_by_step(self, lockstep: Lockstep) -> None:
+        """In lockstep: each round departs when the trainer has come to its inner step, and waits there."""
+        loop, stepped = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(stepped.set)
+
+        lockstep.wake = wake
+        for target in range(lockstep.schedule.rounds):
+            stepped.clear()
+            while lockstep.reached < lockstep.schedule.departure(target):
+                await stepped.wait()
+                stepped.clear()
+            self.begun.add(target)
+            await self._enter(target)
+            self._departed = target
+            for sender, message in self._held.pop(target, []):
+                try:
+                    self._receive(sender, message)
+                except RemoteProtocolError as error:
+                    self._fault(sender, error)
+
+    def set_crew(self, crew: Collection[bytes]) -> None:
+        """In lockstep: these peers, this one among them, make up every group; the roster changes nothing any more."""
+        others = set(crew) - {self.peer.me}
+        records = self.roster.peers
+        reachable = [peer for peer in others if peer not in records or not records[peer].client_mode]
+        with self.sync.outer_lock:
+            self.peer.set_roster(reachable, sorted(others))
+
+    def _hold(self, sender: bytes, message: m.Message) -> bool:
+        """In lockstep, whether ``message`` is of a round that this peer has yet to depart with: it waits till then."""
+        if self.lockstep is None or not 0 < message.round - self._departed <= self.peer.fragments:
+            return False
+        held = self._held.setdefault(message.round, [])
+        if len(held) < MAX_HELD:
+            held.append((sender, message))
+        return True
 
     async def _depart(self, round: int) -> None:
         try:
@@ -243,12 +297,14 @@ class Exchange:
                     self.sync.ask_reload()
                     reason = f"this peer's weights cannot be sent, so its anchors are reloaded: {error}"
             else:
+                if self.lockstep is not None:
+                    self.lockstep.left(round)
                 if contribution.tokens and not any(contribution.payload):
                     self._say({"event": "fault", "what": f"fragment {fragment} did not change in a whole cycle"})
         if reason is not None:
             self._perform([Over(round, fragment, Aborted(reason), False, 0.0)])
             return
-        rate = 1.0 / max(self.sync.estimate.step_seconds, 1e-6)
+        rate = 1.0 / max(self.sync.estimate.step_seconds, 1e-6) if self.lockstep is None else self.lockstep.rate
         with self.sync.outer_lock:
             effects = self.peer.depart(
                 round,
@@ -321,15 +377,18 @@ class Exchange:
 
     def _round_over(self, over: Over) -> None:
         event: dict[str, Any] = {"event": "round", "round": over.round, "fragment": over.fragment}
+        seconds = over.seconds
         if isinstance(over.outcome, Committed):
             record = over.outcome.signed.record
+            if self.lockstep is not None:
+                seconds = self.lockstep.committed(over.round, len(record.members), counted=over.counted)
             self._log_commit(over.round, over.outcome.signed)
             self.committed.add(over.round)
             self.aborted.pop(over.round, None)
             if over.counted:
                 self._note_due(over.fragment, len(record.members))
             with self.sync.outer_lock:
-                self.sync.estimate = self.sync.estimate.with_round(over.seconds)
+                self.sync.estimate = self.sync.estimate.with_round(seconds)
             self._say_clipped(record.members)
             event |= {
                 "outcome": "committed",
@@ -345,7 +404,9 @@ class Exchange:
             if over.round not in self.committed:
                 self.aborted[over.round] = reason
             event |= {"outcome": kind, "why": reason}
-        self._say(event | {"seconds": round(over.seconds, 3)})
+            if self.lockstep is not None:
+                self.lockstep.aborted(over.round, reason)
+        self._say(event | {"seconds": round(seconds, 3)})
         self.roster.nudge()
 
     def _log_commit(self, round: int, signed: SignedRecord) -> None:
@@ -377,11 +438,15 @@ class Exchange:
             while True:
                 message: Any = await read_message(reader, *kinds, timeout=None, lane=lane)
                 self._lost_at.pop(sender, None)
-                with self.sync.outer_lock:
-                    effects = self.peer.received(sender, message, self.now())
-                self._perform(effects)
+                if not self._hold(sender, message):
+                    self._receive(sender, message)
         except RemoteProtocolError as error:
             self._fault(sender, error)
+
+    def _receive(self, sender: bytes, message: m.Message) -> None:
+        with self.sync.outer_lock:
+            effects = self.peer.received(sender, message, self.now())
+        self._perform(effects)
 
     async def _on_bulk(self, sender: bytes, reader: Reader, writer: Writer) -> None:
         lane = self.line.to(sender)
@@ -471,8 +536,9 @@ class Exchange:
                 if record.clock is not None and plausible(record.clock, now)
             }
             with self.sync.outer_lock:
-                resigned = self._electors.resigned(self.peer.tips(), self.roster.peers, time.monotonic())
-                self.peer.set_roster(candidates, sorted(seen_since), resigned)
+                if self.lockstep is None:
+                    resigned = self._electors.resigned(self.peer.tips(), self.roster.peers, time.monotonic())
+                    self.peer.set_roster(candidates, sorted(seen_since), resigned)
                 self.peer.adopt_first_clock(list(clocks.values()))
                 for peer, record in self.roster.peers.items():
                     if record.versions and record.state != "joining":

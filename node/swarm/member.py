@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.node.data.units import UnitKeeper
+from stretto.node.lockstep import PATIENCE
 from stretto.node.swarm.exchange import Exchange
 from stretto.node.swarm.host import Host, dial_all
 from stretto.node.swarm.identity import format_peer_id
@@ -15,9 +16,10 @@ from stretto.node.swarm.inflow import Inflow
 from stretto.node.swarm.isolation import Isolation, Unanswered
 from stretto.node.swarm.known_peers import KnownPeers
 from stretto.node.swarm.losses import Losses
-from stretto.node.swarm.roster import EXPIRY, Roster
+from stretto.node.swarm.roster import EXPIRY, Roster, online
 from stretto.node.swarm.time_keeper import TimeKeeper
 from stretto.protocol.digest import digest
+from stretto.protocol.errors import ConfigError
 from stretto.protocol.peer import Peer
 from stretto.protocol.roster import PeerRecord
 from stretto.protocol.schedule import first_clock
@@ -116,6 +118,28 @@ class Member:
                 self._say_joining(inflow, len(behind))
             await asyncio.sleep(0.3)
 
+    async def await_crew(self, count: int) -> list[bytes]:
+        """In lockstep: until all ``count`` peers are in sight; their ids, this one's among them, in order.
+
+        ConfigError if there are more.
+        """
+        while True:
+            others = [peer for peer, record in self.roster.peers.items() if online(record)]
+            if len(others) >= count - 1:
+                break
+            self.waiting_for = (
+                f"waiting for the others of this lockstep run: {1 + len(others)} of {count} are in sight"
+            )
+            self.roster.nudge()
+            await asyncio.sleep(0.3)
+        self.waiting_for = ""
+        if len(others) > count - 1:
+            raise ConfigError(
+                f"{1 + len(others)} peers are in this run, and this node is to train in lockstep with {count} in all: "
+                "give all of them the same --lockstep, and let nobody else join"
+            )
+        return sorted([*others, self.host.identity.peer_id_bytes])
+
     def _behind(self, peers: dict[bytes, PeerRecord], targets: dict[int, int]) -> list[int]:
         """The fragments of which others have more than this peer, as they said when that was heard first."""
         tips = self.exchange.peer.tips()
@@ -154,11 +178,15 @@ class Member:
         rates = [self.progress.rate, *(record.rate for record in peers.values() if record.state == "ready")]
         outer = self.exchange.peer.config.outer
         mean = sum(rates) / len(rates)
-        clock = first_clock(self.exchange.now(), mean, outer.inner_steps, self.exchange.peer.fragments)
-        self.tell(
-            f"founding the run with {len(rates)} peer(s): a round every {clock.interval:.1f} s, "
-            f"the first in {clock.at - self.exchange.now():.0f} s"
-        )
+        if self.exchange.lockstep is not None:
+            clock = self.exchange.lockstep.clock(self.exchange.now())
+            self.tell(f"founding the run with {len(rates)} peer(s), in lockstep: rounds depart at inner step counts")
+        else:
+            clock = first_clock(self.exchange.now(), mean, outer.inner_steps, self.exchange.peer.fragments)
+            self.tell(
+                f"founding the run with {len(rates)} peer(s): a round every {clock.interval:.1f} s, "
+                f"the first in {clock.at - self.exchange.now():.0f} s"
+            )
         self.exchange.set_clock(clock)
         self.roster.nudge()
 
@@ -231,7 +259,8 @@ class Member:
 
     async def linger(self) -> None:
         """After the last round: stay while others are behind, so that they can fetch what they miss."""
-        end = time.monotonic() + LINGER
+        # In lockstep the others cannot end without this peer, and may be slow.
+        end = time.monotonic() + (LINGER if self.exchange.lockstep is None else PATIENCE)
         self.waiting_for = "waiting until the others have the last round too"
         while time.monotonic() < end:
             mine = [tip.version for tip in self.exchange.peer.tips()]

@@ -173,6 +173,30 @@ def test_a_demo_of_nothing_is_refused(tmp_path: Path, name: str) -> None:
         DemoConfig(report=tmp_path / "r", folder=None, **{**fields, name: 1, "peers": 65})
 
 
+def test_overlaps_are_for_lockstep_once_or_one_for_each(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {
+        "peers": 3, "rounds": 1, "inner_steps": 8, "fragments": 2, "seed": 0, "report": tmp_path / "r", "folder": None
+    }  # fmt: skip
+    assert DemoConfig(**fields, lockstep=True).taus == (1, 1, 1)
+    assert DemoConfig(**fields, lockstep=True, tau=(2,)).taus == (2, 2, 2)
+    assert DemoConfig(**fields, lockstep=True, tau=(0, 1, 3)).taus == (0, 1, 3)
+    with pytest.raises(ConfigError, match="--tau is given 2 times"):
+        DemoConfig(**fields, lockstep=True, tau=(1, 2))
+    with pytest.raises(ConfigError, match="--tau of a demo is for --lockstep"):
+        DemoConfig(**fields, tau=(1,))
+
+
+def test_what_the_simulation_came_to_is_said(tmp_path: Path) -> None:
+    report = make_report(swarm(tmp_path, node_report()), 1.0)
+    assert report["simulation_equal"] is None
+    assert "simulation of" not in render(report, tmp_path)
+    equal = render(report | {"simulation_equal": True}, tmp_path)
+    assert "simulation of the same run: anchors, momenta and local weights bit-identical on all peers" in equal
+    other = {"simulation_equal": False, "simulation_differences": ["node0: local weights of fragment 1"]}
+    assert "simulation of" not in render(report | other, tmp_path)
+    assert "DIFFERS FROM ITS SIMULATION: node0: local weights of fragment 1" in render(report | other, tmp_path)
+
+
 def test_a_child_gets_no_settings_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRETTO_MICRO_BATCH", "77")
     monkeypatch.setenv("STRETTO_DEBUG", "1")

@@ -1,12 +1,16 @@
 """A peer that joins: what it tells the roster, people and the metrics while the run's state comes."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
+
+import pytest
 
 from stretto.node.swarm.inflow import Amount
 from stretto.node.swarm.known_peers import KnownPeers
 from stretto.node.swarm.member import Member, Progress
+from stretto.protocol.errors import ConfigError
 from stretto.protocol.roster import PeerRecord
 from stretto.protocol.schedule import Clock
 
@@ -112,3 +116,28 @@ def test_a_run_without_a_commit_has_nothing_to_download() -> None:
     scene = asyncio.run(run())
     assert scene.events == []
     assert scene.member.progress.state == "ready"
+
+
+def test_a_crew_is_waited_for_and_comes_in_the_order_of_ids() -> None:
+    async def run(scene: Scene) -> list[bytes]:
+        scene.member.host = cast(Any, SimpleNamespace(identity=SimpleNamespace(peer_id_bytes=b"b")))
+        waiting = asyncio.ensure_future(scene.member.await_crew(3))
+        scene.peers = {b"c": record((0,), None), b"d": replace(record((0,), None), state="joining")}
+        await scene.turns(2)
+        assert scene.member.waiting_for == "waiting for the others of this lockstep run: 2 of 3 are in sight"
+        scene.peers = {b"c": record((0,), None), b"a": replace(record((0,), None), state="ready")}
+        return await waiting
+
+    scene = Scene()
+    assert asyncio.run(run(scene)) == [b"a", b"b", b"c"]
+    assert scene.member.waiting_for == ""
+
+
+def test_more_peers_than_the_crew_are_refused() -> None:
+    async def run() -> None:
+        scene = Scene()
+        scene.peers = {b"a": record((0,), None), b"c": record((0,), None)}
+        await scene.member.await_crew(2)
+
+    with pytest.raises(ConfigError, match="3 peers are in this run, and this node is to train in lockstep with 2"):
+        asyncio.run(run())

@@ -151,6 +151,8 @@ def test_a_wrong_type_in_the_environment_is_named(variables: dict[str, str], mes
         ({"port": 65536}, "port is 65536, it must be in 0..65535"),
         ({"tau": -1}, "tau is -1"),
         ({"start_peers": 0}, "start_peers is 0"),
+        ({"lockstep": -1}, "lockstep is -1"),
+        ({"lockstep": 4}, "lockstep needs a fixed overlap: give tau as well"),
         ({"rounds": -1}, "rounds is -1"),
         ({"join_timeout": -1.0}, "join_timeout is -1.0"),
         ({"seconds_per_status": 31.0}, "nothing runs in silence"),

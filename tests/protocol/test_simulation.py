@@ -301,6 +301,35 @@ def test_departures_and_merges_follow_the_papers_schedule(tau: int) -> None:
         assert sim.overlaps == [tau] * (3 * p)
 
 
+def test_sums_run_in_the_order_of_the_ids_that_are_given() -> None:
+    def states(ids: list[bytes] | None) -> list[bytes]:
+        simulation = Simulation(toy_config(codec="fp32"), swarm(3), tau=[1] * 3, ids=ids)
+        simulation.run(4)
+        simulation.settle()
+        assert [sim.peer.me for sim in simulation.peers] == (ids or [peer_id(index) for index in range(3)])
+        return [state_digest(state.anchor, state.momentum) for state in simulation.peers[0].peer.diloco.fragments]
+
+    made_up = [peer_id(index) for index in range(3)]
+    other = [peer_id(index) for index in range(10, 30)]
+    same_order = [sorted(other)[sorted(made_up).index(me)] for me in made_up]
+    assert states(None) == states(made_up) == states(same_order)
+    # Three terms: the sum of the first two is another one if the last one comes first.
+    rotated = [same_order[1], same_order[2], same_order[0]]
+    assert states(rotated) != states(made_up)
+    with pytest.raises(ConfigError, match="3 replicas need as many different peer ids, 2 are given"):
+        states([made_up[0], made_up[1], made_up[1]])
+
+
+def test_it_settles_up_to_a_chosen_time() -> None:
+    simulation = Simulation(toy_config(), swarm(2), tau=[3, 3])
+    simulation.play(20.5)  # the first departure, after H = 20 steps
+    simulation.settle(23.5)
+    assert [sim.steps for sim in simulation.peers] == [23, 23]
+    assert [sim.overlaps for sim in simulation.peers] == [[3], [3]]
+    simulation.settle(60.0)
+    assert simulation.committed() == {0}, "nothing departs any more"
+
+
 def test_a_peer_twice_as_fast_does_twice_the_steps_between_departures() -> None:
     recorders = [Recorder(replica) for replica in swarm(2)]
     # rates 2 and 1, mean 1.5: H = 18 mean steps take 12 units of time
