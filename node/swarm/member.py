@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from stretto.node.swarm.inflow import Inflow
 from stretto.node.swarm.isolation import Isolation, Unanswered
 from stretto.node.swarm.known_peers import KnownPeers
 from stretto.node.swarm.roster import EXPIRY, Roster
-from stretto.node.swarm.time_keeper import TimeKeeper
+from stretto.node.swarm.time_keeper import CALM, EVERY, TimeKeeper
 from stretto.protocol.digest import digest
 from stretto.protocol.peer import Peer
 from stretto.protocol.roster import PeerRecord
@@ -71,7 +72,13 @@ class Member:
         self.roster.heard = self._hear_units
         await self.exchange.start()
         loop = asyncio.get_running_loop()
-        work = (self.roster.keep(), self._keep_time(), self._stay_connected(), self._watch_twin())
+        work = (
+            self.roster.keep(),
+            self.exchange.keep_limits(),
+            self._keep_time(),
+            self._stay_connected(),
+            self._watch_twin(),
+        )
         self._tasks = [loop.create_task(self.exchange.guarded(part)) for part in work]
 
     async def _keep_time(self) -> None:
@@ -104,7 +111,8 @@ class Member:
                 self._found(peers)
                 self.waiting_for = ""
                 return
-            text = self._why_waiting(peers, behind, new_run=new_run, ready=ready, start_peers=start_peers)
+            paused = self.exchange.peer.resting
+            text = paused or self._why_waiting(peers, behind, new_run=new_run, ready=ready, start_peers=start_peers)
             self.waiting_for = f"{text}; {inflow.words()}" if behind and inflow.amount.donors else text
             if text != told:
                 self.tell(self.waiting_for)  # how it goes in between is in the status line
@@ -185,7 +193,8 @@ class Member:
         progress = self.progress
         return PeerRecord(
             version=version,
-            state=progress.state,
+            # Who rests trains on, but nobody shall wait for it in rounds, nor ask it for anything.
+            state="paused" if peer.resting and progress.state in ("ready", "training") else progress.state,
             addresses=self.host.addresses[:16],
             client_mode=client_mode,
             rate=progress.rate,
@@ -243,6 +252,9 @@ class Member:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.exchange.close()
+        if self.exchange.watch is not None:
+            self.exchange.watch.count()
+            self.exchange.watch.save()
 
     # ------------------------------------------------------------------ staying in touch
 
@@ -259,8 +271,13 @@ class Member:
             self.known.meet(self.roster.peers)
             self._look_for_peers(now)
             self._look_for_listeners(now)
-            if self.isolation.dial_due(now):
+            self.time.every = (math.inf if self.roster.silent else CALM) if self.roster.calm else EVERY
+            if self.isolation.dial_due(now) and not self._saving():
                 await self._dial()
+
+    def _saving(self) -> bool:
+        """Whether this node pauses, and dialling would cost more than it brings."""
+        return self.exchange.peer.resting is not None and bool(self.roster.peers or self.roster.silent)
 
     def _look_for_peers(self, now: float) -> None:
         here = [

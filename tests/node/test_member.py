@@ -37,6 +37,7 @@ class Scene:
 
         class FakePeer:
             fragments = 2
+            resting = None
 
             @property
             def clock(self) -> Clock | None:
