@@ -364,7 +364,7 @@ class Exchange:
             if reason == self.peer.resting:
                 event["resting"] = True
         self._say(event | {"seconds": round(over.seconds, 3)})
-        if self.peer.resting is None:
+        if "resting" not in event:
             self.roster.nudge()
 
     def _log_commit(self, round: int, signed: SignedRecord) -> None:

@@ -67,7 +67,8 @@ class Member:
 
     async def enter(self) -> None:
         """Begin to answer peers and to keep the roster."""
-        self.time.trainers = lambda: list(self.roster.peers)
+        # Who pauses wants to be left alone.
+        self.time.trainers = lambda: [peer for peer, r in self.roster.peers.items() if r.state != "paused"]
         self.time.say = self.say
         self.roster.heard = self._hear_units
         await self.exchange.start()
@@ -193,8 +194,7 @@ class Member:
         progress = self.progress
         return PeerRecord(
             version=version,
-            # Who rests trains on, but nobody shall wait for it in rounds, nor ask it for anything.
-            state="paused" if peer.resting and progress.state in ("ready", "training") else progress.state,
+            state=self._state(),
             addresses=self.host.addresses[:16],
             client_mode=client_mode,
             rate=progress.rate,
@@ -209,6 +209,14 @@ class Member:
             heads=digest("heads", [tip.head for tip in tips]),
             data=self._data_word(),
         )
+
+    def _state(self) -> str:
+        """Who rests trains on, but nobody shall wait for it in rounds, nor ask it for anything.
+
+        It says so when it is in no round any more: from then on the others reckon with its vote no more.
+        """
+        peer, state = self.exchange.peer, self.progress.state
+        return "paused" if state in ("ready", "training") and peer.resting is not None and not peer.busy() else state
 
     def _data_word(self) -> DataWord:
         if self.units is None:

@@ -153,7 +153,8 @@ class Roster:
         now = time.monotonic()
         due = [peer for peer in self.peers if now - self._connected.get(peer, -60.0) >= 60.0]
         self._host.known = {peer: record.addresses for peer, record in self.peers.items()}
-        due = self._host.room(due)
+        # Who pauses wants to be left alone.
+        due = self._host.room([peer for peer in due if self.peers[peer].state != "paused"])
         results = await asyncio.gather(*(self._host.connect(peer, self.peers[peer].addresses) for peer in due))
         for peer, connected in zip(due, results, strict=True):
             if connected:
