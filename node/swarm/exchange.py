@@ -469,7 +469,7 @@ class Exchange:
         looked = 0.0
         while True:
             await asyncio.sleep(crowd.EVERY)
-            if self._crowd or (self.watch is not None and self.watch.exhausted):
+            if self._crowd or (self.watch is not None and self.watch.silent):
                 await self._thin_out()
             if time.monotonic() - looked >= traffic.EVERY:
                 self._look_at_limits()
@@ -480,7 +480,7 @@ class Exchange:
         """Rest, or go on, if that is due; the roster hears of it at once."""
         reason = self.watch.look(self.costs()) if self.watch is not None else ""
         self.roster.calm = bool(reason)
-        self.roster.silent = self.watch is not None and self.watch.exhausted
+        self.roster.silent = self.watch is not None and self.watch.silent
         members = self._members()
         if not reason and self._crowd and members > crowd.largest_group(self._crowd):
             reason = (
@@ -508,7 +508,7 @@ class Exchange:
         connected = await self.host.connected()
         self.host.linked = set(connected)
         self.line.used_at = {peer: at for peer, at in self.line.used_at.items() if peer in self.host.linked}
-        if self.watch is not None and self.watch.exhausted:
+        if self.watch is not None and self.watch.silent:
             excess = connected
         else:
             needed = self.peer.partners()

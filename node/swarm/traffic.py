@@ -8,9 +8,10 @@ Counted is what the kernel says of the daemon's sockets (``stretto.node.swarm.so
 what the ``Line`` counted, with MARGIN on top for what the daemon adds.
 
 The watch looks every few seconds. When the budget says so it pauses the exchange: no round departs, nothing is
-downloaded or served, the roster record says ``paused`` so that nobody waits for this node, and training goes on. If
-the whole cap is gone (a round cost more than expected, or the node was started with nothing left), the node also stops
-to ask the DHT, and lets go of all connections, until the month ends.
+downloaded or served, the roster record says ``paused`` so that nobody waits for this node, and training goes on. Being
+in the roster still costs some hundred bytes per second, more than a small cap brings in. So a node whose allowance is
+in debt, or whose whole cap is gone, falls silent: it asks the DHT nothing and lets go of all connections, until the
+allowance is half of what it needs to go on.
 """
 
 import json
@@ -115,6 +116,8 @@ class TrafficWatch:
         self._saved_at = now()
         self._failed = ""
         self._warned = False
+        self.silent = False
+        """Nothing may be sent or received at all."""
         self.reason = ""
         """Why the node pauses; it does not change while the pause lasts."""
 
@@ -149,6 +152,7 @@ class TrafficWatch:
                 f"the monthly cap allows rounds again: {in_words(budget.level)} may be used now, a round costs about "
                 f"{in_words(round_bytes)}; catching up with the others first"
             )
+        self._fall_silent(costs)
         if paused != before:
             self._say(self.entry(costs))
         if now - self._saved_at >= SAVE_EVERY or paused != before:
@@ -156,6 +160,23 @@ class TrafficWatch:
             if paused == before:
                 self._say(self.entry(costs))
         return self.reason
+
+    def _fall_silent(self, costs: Costs) -> None:
+        budget, before = self.budget, self.silent
+        if not self.reason:
+            self.silent = False
+        elif self.exhausted or budget.level < 0:
+            self.silent = True
+        elif budget.level >= 0.5 * budget.enough(self.round_bytes(costs), costs.catch_up):
+            self.silent = False
+        if self.silent and not before:
+            self._tell(
+                f"the allowance of the monthly cap is in debt by {in_words(max(0.0, -budget.level))}: this node "
+                f"leaves the network for a while, to go on with rounds at about {self._when(costs)}; it trains on"
+            )
+
+    def _when(self, costs: Costs) -> str:
+        return time.strftime("%d %b %H:%M", time.localtime(self._until(costs)))
 
     def round_bytes(self, costs: Costs) -> float:
         """What a round costs: what it has to, or what was measured if that is more."""
@@ -201,6 +222,7 @@ class TrafficWatch:
             "allowance": round(budget.level),
             "round_bytes": round(self.round_bytes(costs)),
             "paused": bool(self.reason),
+            "silent": self.silent,
             "until": self._until(costs) if self.reason else None,
         }
 
@@ -215,11 +237,10 @@ class TrafficWatch:
             spread = "less than a round is left"
         else:
             spread = f"of the {in_words(budget.left)} left, {in_words(max(0.0, budget.level))} may be used now"
-        until = time.strftime("%d %b %H:%M", time.localtime(self._until(costs)))
         return (
             f"{self.status()} ({in_words(budget.used.up)} up, {in_words(budget.used.down)} down), a round costs about "
             f"{in_words(self.round_bytes(costs))}, {spread}. This node sits out rounds, downloads and serves nothing "
-            f"until about {until}, and trains on with its local weights"
+            f"until about {self._when(costs)}, and trains on with its local weights"
         )
 
     def warn_if_small(self, costs: Costs) -> None:

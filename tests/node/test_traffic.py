@@ -78,11 +78,12 @@ def test_it_pauses_says_so_with_numbers_and_goes_on(tmp_path: Path) -> None:
         "paused by the monthly cap: 1.25 MB of 30.00 MB used this month (1.00 MB up, 250.0 kB down)"
     )
     assert "a round costs about 220.0 kB, of the 28.75 MB left, 178.6 kB may be used now" in line
+    until = scene.events[-1]["until"]
     assert scene.events[-1] == {
         "event": "traffic", "month": "2026-11", "month_up": MB, "month_down": MB // 4, "monthly_cap": 30 * MB,
-        "allowance": 178571, "round_bytes": 220000, "paused": True, "until": scene.events[-1]["until"],
+        "allowance": 178571, "round_bytes": 220000, "paused": True, "silent": False, "until": until,
     }  # fmt: skip
-    assert scene.now < scene.events[-1]["until"] < scene.now + 86400
+    assert scene.now < until < scene.now + 86400
     assert scene.saved() == {"month": "2026-11", "up": MB, "down": MB // 4}
     assert scene.watch.look(costs) == "paused by the monthly cap"
     assert len(scene.lines) == 1
@@ -107,10 +108,31 @@ def test_a_node_that_has_nothing_left_says_that_it_leaves(tmp_path: Path) -> Non
     assert scene.watch.look(Costs(round=100.0))
     assert scene.watch.exhausted
     assert "nothing is left, so this node also leaves the network" in scene.lines[0]
+    assert scene.watch.silent
     assert not scene.watch.may_fetch(1)
     scene.now = at("2026-12-01T00:00:01")
     assert not scene.watch.look(Costs(round=100.0))
     assert not scene.watch.exhausted
+    assert not scene.watch.silent
+
+
+def test_a_pause_that_costs_more_than_flows_in_becomes_silence(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    costs = Costs(round=0.1 * MB, cycle=0.2 * MB)
+    scene.meter.reading = Reading(3, 1_400_000, 0)
+    assert scene.watch.look(costs)
+    assert not scene.watch.silent
+    scene.meter.reading = Reading(3, 1_400_000, 100_000)
+    scene.watch.look(costs)
+    assert scene.watch.silent
+    assert "in debt by 71.4 kB: this node leaves the network for a while" in scene.lines[-1]
+    silent_until = scene.now + (71_429 + 0.5 * 4 * 110_000) / scene.watch.budget.inflow
+    scene.now = silent_until - 60
+    assert scene.watch.look(costs)
+    assert scene.watch.silent
+    scene.now = silent_until + 60
+    assert scene.watch.look(costs)  # still paused, but in the roster again
+    assert not scene.watch.silent
 
 
 def test_a_cap_that_is_too_small_for_a_cycle_a_day_is_named_once(tmp_path: Path) -> None:
