@@ -107,6 +107,8 @@ class Exchange:
         self._lost_at: dict[bytes, float] = {}
         self._taking: set[tuple[bytes, bytes, type, int]] = set()
         """Bytes of rounds that are being received: from whom, for which group, contribution or average, which part."""
+        self._rests_since = time.monotonic()
+        """When this peer was in a round last, or not resting."""
         self._entered = 0
         """Rounds that this peer contributed to."""
         self._leaving = 0
@@ -200,8 +202,6 @@ class Exchange:
 
     def begin(self) -> None:
         """The trainer has begun: from now on rounds depart."""
-        if self.watch is not None:
-            self.watch.warn_if_small(self.costs())
         self._trains.set()
 
     async def _departures(self) -> None:
@@ -469,18 +469,28 @@ class Exchange:
         looked = 0.0
         while True:
             await asyncio.sleep(crowd.EVERY)
-            if self._crowd or (self.watch is not None and self.watch.silent):
+            if self._crowd or self.roster.silent:
                 await self._thin_out()
             if time.monotonic() - looked >= traffic.EVERY:
                 self._look_at_limits()
-                await self.host.be_frugal(self.peer.resting is not None or self._crowded())
+                with contextlib.suppress(*BROKEN):  # whoever watches the daemon says so
+                    await self.host.be_frugal(self.peer.resting is not None or self._crowded())
                 looked = time.monotonic()
 
     def _look_at_limits(self) -> None:
         """Rest, or go on, if that is due; the roster hears of it at once."""
-        reason = self.watch.look(self.costs()) if self.watch is not None else ""
+        reason = ""
+        if self.watch is not None:
+            costs = self.costs()
+            reason = self.watch.look(costs)
+            if self._trains.is_set():
+                self.watch.warn_if_small(costs)
+        if self.peer.resting is None or self.peer.busy():
+            self._rests_since = time.monotonic()
         self.roster.calm = bool(reason)
-        self.roster.silent = self.watch is not None and self.watch.silent
+        # Before it falls silent the others must have heard that it pauses: until then they reckon with its vote.
+        heard = time.monotonic() - self._rests_since > EXPIRY
+        self.roster.silent = self.watch is not None and self.watch.silent and heard
         members = self._members()
         if not reason and self._crowd and members > crowd.largest_group(self._crowd):
             reason = (
@@ -508,7 +518,7 @@ class Exchange:
         connected = await self.host.connected()
         self.host.linked = set(connected)
         self.line.used_at = {peer: at for peer, at in self.line.used_at.items() if peer in self.host.linked}
-        if self.watch is not None and self.watch.silent:
+        if self.roster.silent:
             excess = connected
         else:
             needed = self.peer.partners()
