@@ -515,16 +515,12 @@ class Exchange:
 
     async def _thin_out(self) -> None:
         """Let go of the connections that are too many; of all when nothing may be sent any more."""
-        connected = await self.host.connected()
-        self.host.linked = set(connected)
-        self.line.used_at = {peer: at for peer, at in self.line.used_at.items() if peer in self.host.linked}
         if self.roster.silent:
-            excess = connected
-        else:
-            needed = self.peer.partners()
-            excess = crowd.superfluous(connected, self._crowd, used_at=self.line.used_at, needed=needed)
-        for peer in excess:
-            await self.host.let_go(peer)
+            for peer in await self.host.connected():
+                await self.host.let_go(peer)
+            return
+        await self.host.thin_out(self.line.used_at, self.peer.partners())
+        self.line.used_at = {peer: at for peer, at in self.line.used_at.items() if peer in self.host.linked}
 
     def costs(self) -> Costs:
         """What rounds cost this node in bytes, both directions, with the peers that are online now."""

@@ -16,7 +16,7 @@ import os
 import socket
 import stat
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -30,7 +30,7 @@ from hivemind.proto.dht_pb2 import NodeInfo
 from hivemind.utils.auth import AuthRole, AuthRPCWrapper
 from hivemind.utils.multiaddr import Multiaddr
 
-from stretto.node.swarm.crowd import target
+from stretto.node.swarm.crowd import superfluous, target
 from stretto.node.swarm.identity import Identity
 from stretto.node.swarm.opening import close_failed_streams, connect_first
 from stretto.protocol.errors import StrettoError
@@ -208,6 +208,13 @@ class Host:
         if not self.config.max_connections:
             return list(wanted)
         return list(wanted)[: max(0, target(self.config.max_connections) - len(self.linked))]
+
+    async def thin_out(self, used_at: Mapping[bytes, float], needed: Collection[bytes]) -> None:
+        """Let go of the connections above the limit that are needed least (``crowd.superfluous``)."""
+        connected = await self.connected()
+        self.linked = set(connected)
+        for peer in superfluous(connected, self.config.max_connections, used_at=used_at, needed=needed):
+            await self.let_go(peer)
 
     async def let_go(self, peer: bytes) -> None:
         """Close the connection to ``peer``, and with it all streams."""
