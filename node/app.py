@@ -57,8 +57,10 @@ from stretto.node.swarm.member import Member, Progress
 from stretto.node.swarm.records import SignedRecords, roster_key
 from stretto.node.swarm.roster import Roster
 from stretto.node.swarm.runs import check_run, fetch_run
+from stretto.node.swarm.sockets import SocketMeter
 from stretto.node.swarm.thread import NetworkThread, Stopped
 from stretto.node.swarm.time_keeper import TimeKeeper
+from stretto.node.swarm.traffic import TrafficWatch
 from stretto.node.sync import Sync
 from stretto.node.trainer import StepReport, Trainer, evaluate, make_optimizer
 from stretto.protocol import fp4, wire
@@ -114,6 +116,7 @@ class Network:
             port=config.port,
             announce=config.announce,
             socket_dir=socket_dir(config.data_dir),
+            max_connections=config.max_connections,
         )
         set_dht_time(self.clock.now)
         validator = SignedRecords(identity, [roster_key(invite.run)], self.clock.now)
@@ -476,7 +479,14 @@ class Node:
 
     async def _watch_resources(self) -> None:
         assert self.network.host is not None
-        await resources.watch(self.metrics.write, self.network.host.daemon)
+        watch = self.member.exchange.watch
+        assert watch is not None
+
+        def fields() -> dict[str, Any]:
+            connections = {} if watch.connections is None else {"daemon_connections": watch.connections}
+            return watch.fields() | connections
+
+        await resources.watch(self.metrics.write, self.network.host.daemon, more=fields)
 
     def _end(self) -> int:
         stopping = self.network.stopping
@@ -498,8 +508,9 @@ class Node:
         """One line: what this node does or waits for."""
         exchange, progress = self.member.exchange, self.member.progress
         peers = len(self.member.roster.peers)
+        used = f", {exchange.watch.status()}" if exchange.watch is not None and exchange.watch.status() else ""
         if progress.state != "training":
-            return f"{progress.state}: {self.member.waiting_for or f'{peers} other peer(s) in the run'}"
+            return f"{progress.state}: {self.member.waiting_for or f'{peers} other peer(s) in the run'}{used}"
         clock, rate = exchange.peer.clock, progress.rate
         swarm = ", ".join(exchange.peer.waiting_for())
         if self.lockstep is not None:
@@ -512,11 +523,11 @@ class Node:
         isolated = self.member.isolated
         alone = "" if peers else "; alone, no other peer is in sight"
         alone = f"; no peers for {isolated:.0f} s" if isolated else alone
-        swarm = self.units.waiting_for or swarm
+        swarm = self.units.waiting_for or exchange.peer.resting or swarm
         return (
             f"{'isolated, ' if isolated else ''}training: step {progress.step}, loss {progress.loss:.3f}, "
             f"{rate * self.run.inner.tokens_per_step:,.0f} tokens/s, tau {progress.tau}, {peers} other peer(s), "
-            f"{len(exchange.committed)} rounds committed, {len(exchange.aborted)} aborted; {swarm}{alone}"
+            f"{len(exchange.committed)} rounds committed, {len(exchange.aborted)} aborted{used}; {swarm}{alone}"
         )
 
     def report(self, *, evaluated: bool) -> dict[str, Any]:
@@ -544,6 +555,7 @@ class Node:
             "bytes_up_control": exchange.links.bytes_up,
             "bytes_due": exchange.bytes_due,
             "bytes_due_fp32": exchange.bytes_due_fp32,
+            **(exchange.watch.fields() if exchange.watch is not None else {}),
             "faults": {format_peer_id(peer): kinds for peer, kinds in exchange.faults.items()},
             "payload_bytes": [exchange.peer.payload_size(f) for f in range(exchange.peer.fragments)],
             "fragment_parameters": [spec.numel for spec in self.sync.model.specs],
@@ -646,18 +658,28 @@ def _make_member(
     roster = Roster(host, run.digest(), own_record, network.clock.now)
 
     async def make() -> Member:
+        line = Line(max_upload=config.max_upload, max_download=config.max_download)
+        watch = TrafficWatch(
+            cap=config.monthly_bytes,
+            path=config.data_dir / "traffic.json",
+            line=line,
+            meter=SocketMeter(host.daemon),
+            say=say,
+            tell=console.say,
+        )
         exchange = Exchange(
             host=host,
             peer=peer,
             sync=sync,
             roster=roster,
-            line=Line(max_upload=config.max_upload, max_download=config.max_download),
+            line=line,
             run_config=signed,
             clock=network.clock,
             say=say,
             last_round=last_round(run, peer.fragments, config.rounds),
             log=log,
             lockstep=lockstep,
+            watch=watch,
         )
         return Member(host, exchange, roster, progress, network.bootstraps, known, keeper, say, console.say)
 

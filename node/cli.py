@@ -178,6 +178,12 @@ def join(
     client_mode: Annotated[bool | None, typer.Option("--client-mode", help="Cannot be reached.")] = None,
     max_upload: Annotated[str | None, typer.Option(help="Cap on sending, such as 500kB/s or 4Mbit/s.")] = None,
     max_download: Annotated[str | None, typer.Option(help="Cap on receiving, such as 2MB/s.")] = None,
+    monthly_cap: Annotated[
+        str | None, typer.Option(help="Cap on sending and receiving in a calendar month, such as 100GB.")
+    ] = None,
+    max_connections: Annotated[
+        int | None, typer.Option(help="Connections to other peers at most; 0 for no limit.")
+    ] = None,
     tau: Annotated[int | None, typer.Option(help="Fixed overlap in inner steps.")] = None,
     lockstep: Annotated[
         int | None, typer.Option(help="For experiments: as the simulation, step by step, with so many peers in all.")

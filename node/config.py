@@ -20,6 +20,7 @@ import platformdirs
 
 from stretto.node.rates import Rate, check_rate, parse_rate
 from stretto.node.sizes import parse_size
+from stretto.node.swarm.crowd import check_limit
 from stretto.protocol.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -30,6 +31,9 @@ else:
 PREFIX = "STRETTO_"
 NOT_KEYS = frozenset({"STRETTO_DEBUG"})
 """Variables with the prefix that belong to the command line itself."""
+
+LEAST_MONTH = 10**6
+"""Smallest monthly cap in bytes."""
 
 
 def default_data_dir() -> Path:
@@ -65,6 +69,10 @@ class NodeConfig:
     """Bytes per second that this node sends at most, on average; 0 for no cap. Texts such as 4Mbit/s are accepted."""
     max_download: Rate = Rate(0.0)  # noqa: RUF009
     """Bytes per second that it receives at most, on average."""
+    monthly_cap: str = "0"
+    """Bytes per calendar month (UTC), up and down together, such as 100GB; 0 for no cap."""
+    max_connections: int = 0
+    """Connections to other peers that are kept at most; 0 for no limit."""
     tau: int | None = None
     """Fixed overlap in inner steps; without it a result is merged as soon as it is there."""
     lockstep: int = 0
@@ -114,6 +122,12 @@ class NodeConfig:
         )
         check_rate(self.max_upload, "max_upload")
         check_rate(self.max_download, "max_download")
+        check_limit(self.max_connections, "max_connections")
+        require(
+            self.monthly_bytes == 0 or self.monthly_bytes >= LEAST_MONTH,
+            f"monthly_cap is {self.monthly_cap!r}, it must be at least {LEAST_MONTH // 10**6}MB, or 0 for no cap: "
+            "with less a node does little more than stay in the roster",
+        )
         parse_size("log_budget", self.log_budget)
         require(self.checkpoint_every >= 0, f"checkpoint_every is {self.checkpoint_every} s, it must not be negative")
         require(self.checkpoints >= 1, f"checkpoints is {self.checkpoints}, at least 1 must be kept")
@@ -129,6 +143,11 @@ class NodeConfig:
     def log_bytes(self) -> int:
         """``log_budget`` in bytes."""
         return parse_size("log_budget", self.log_budget)
+
+    @property
+    def monthly_bytes(self) -> int:
+        """``monthly_cap`` in bytes."""
+        return parse_size("monthly_cap", self.monthly_cap)
 
     @property
     def key_file(self) -> Path:

@@ -100,6 +100,8 @@ def event_in_words(event: dict[str, Any]) -> str | None:
             f"round {event['round']} (fragment {event['fragment']}) committed by {event['members']} peer(s) "
             f"in {event['seconds']:.1f} s{counted}"
         )
+    if kind == "round" and event.get("resting"):
+        return None  # this node rests, which was said once and is in its status line
     if kind == "round":
         return f"round {event['round']} (fragment {event['fragment']}) {event['outcome']}: {event['why']}"
     if kind == "repair" and event["state"] != "begun":

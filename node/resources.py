@@ -64,8 +64,14 @@ def entry(tasks: int, daemon: int | None) -> dict[str, Any]:
     return event
 
 
-async def watch(say: Callable[[dict[str, Any]], None], daemon: int | None, *, every: float = EVERY) -> None:
-    """Write an entry every so many seconds, for ever. Runs in the loop whose tasks are counted."""
+async def watch(
+    say: Callable[[dict[str, Any]], None],
+    daemon: int | None,
+    *,
+    every: float = EVERY,
+    more: Callable[[], dict[str, Any]] = dict,
+) -> None:
+    """Write an entry with ``more`` fields every so many seconds, for ever. Runs in the loop whose tasks it counts."""
     while True:
-        say(entry(len(asyncio.all_tasks()), daemon))
+        say(entry(len(asyncio.all_tasks()), daemon) | more())
         await asyncio.sleep(every)

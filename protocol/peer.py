@@ -196,6 +196,8 @@ class Peer:
         self._sure_clock: Clock | None = None
         """The latest that a record set here, or the first one: heard clocks must follow it, not only each other."""
         self.can_coordinate = can_coordinate
+        self.resting: str | None = None
+        """Why this peer takes part in no rounds and repairs nothing for now; None if it does. Set by the driver."""
         self._sign, self._verify = sign, verify
         self._live: dict[int, _Live] = {}
         self._candidates: frozenset[bytes] = frozenset()
@@ -270,6 +272,8 @@ class Peer:
     def sits_out(self, round: int) -> str | None:
         """Why this peer cannot contribute to a round that is due, None if it can."""
         fragment = fragment_of(round, self.fragments)
+        if self.resting is not None:
+            return self.resting
         if fragment in self.repairing:
             return f"fragment {fragment} is being repaired"
         if self.diloco.fragments[fragment].pending:
@@ -615,6 +619,8 @@ class Peer:
         """
         if clock is not None:
             self._hear_clock(clock)
+        if self.resting is not None:
+            return []
         going = {live.round.fragment for live in self._live.values() if not live.over}
         effects: list[Effect] = []
         for fragment, (state, weight) in enumerate(zip(self.diloco.fragments, weights, strict=False)):
@@ -789,6 +795,18 @@ class Peer:
             least = self.diloco.fragments[fragment].tip.version + 1
             effects += self._repair(fragment, outcome.source, least, outcome.reason)
         return effects
+
+    def partners(self) -> set[bytes]:
+        """The other peers in the rounds that this peer entered and that are going on."""
+        found: set[bytes] = set()
+        for live in self._live.values():
+            if live.over or live.contribution is None:
+                continue
+            if live.round.group is not None:
+                found |= {member.peer for member in live.round.group.members}
+            if live.round.coordinator is not None:
+                found.add(live.round.coordinator)
+        return found - {self.me}
 
     def busy(self) -> bool:
         """Whether a round that this peer entered is still going on."""

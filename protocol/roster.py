@@ -16,7 +16,7 @@ from stretto.protocol.units import DataWord
 MAX_RECORD = 6144
 """Largest record in bytes. Every field at its limit at once would be more; ``fitted`` says what gives way."""
 
-STATES = ("joining", "ready", "training", "finished", "leaving")
+STATES = ("joining", "ready", "training", "paused", "finished", "leaving")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ memory but no copy; there is at most one per fragment, dropped ``KEEP`` seconds 
 in use newcomers are given it too, if the log reaches from there to the present.
 
 Few peers are served at a time, each with all that the line allows: two that share a line finish later than one after
-the other. The others hear ``Busy``. Records are small and always answered.
+the other. The others hear ``Busy``, as everybody does from a peer that rests. Records are small and always answered.
 """
 
 import asyncio
@@ -109,6 +109,8 @@ class Donor:
             await self._logged(request, to)
 
     def _has_place(self, sender: bytes) -> bool:
+        if self._peer.resting is not None:
+            return False
         now = self._now()
         self._served = {peer: used for peer, used in self._served.items() if now - used < IDLE}
         if sender not in self._served and len(self._served) >= self._uploads:

@@ -1,6 +1,7 @@
 """Which electors are reckoned with: a run must not stand still because of peers that are gone for good.
 
-An elector that said goodbye in the roster has resigned until it is seen at work again. One that nobody has seen for
+An elector that said goodbye in the roster, or says there that it pauses, has resigned until it is seen at work again.
+One that nobody has seen for
 the run's ``group.absence`` is taken for gone. That second rule gives up the promise that only one half of a split
 network goes on, for splits that last longer; the fork choice then decides when the halves meet again.
 """
@@ -25,7 +26,7 @@ class ElectorWatch:
         electors = {peer for tip in tips for peer in tip.electors}
         for peer in electors:
             record = roster.get(peer)
-            if record is not None and record.state in ("leaving", "finished"):
+            if record is not None and record.state in ("leaving", "finished", "paused"):
                 self._left.add(peer)
             elif record is not None and online(record):
                 self._left.discard(peer)

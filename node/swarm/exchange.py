@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from stretto.node.lockstep import Lockstep
-from stretto.node.swarm import transfer
+from stretto.node.swarm import crowd, traffic, transfer
 from stretto.node.swarm.chainlog import ChainLog
 from stretto.node.swarm.clock import SwarmClock
 from stretto.node.swarm.donor import REQUESTS, Donor, Stream
@@ -26,7 +26,7 @@ from stretto.node.swarm.inflow import Amount
 from stretto.node.swarm.line import Lane, Line
 from stretto.node.swarm.links import Links
 from stretto.node.swarm.repair import Repairer, Word
-from stretto.node.swarm.roster import EXPIRY, Roster, online
+from stretto.node.swarm.roster import EXPIRY, Roster, gives, online
 from stretto.node.swarm.runs import answer_run
 from stretto.node.swarm.streams import (
     BROKEN,
@@ -39,6 +39,7 @@ from stretto.node.swarm.streams import (
     write_message,
 )
 from stretto.node.swarm.time_keeper import answer_time
+from stretto.node.swarm.traffic import Costs, TrafficWatch
 from stretto.node.swarm.uploads import Uploads
 from stretto.node.sync import Sync
 from stretto.protocol import messages as m
@@ -82,6 +83,7 @@ class Exchange:
         last_round: int | None,
         log: ChainLog,
         lockstep: Lockstep | None = None,
+        watch: TrafficWatch | None = None,
     ) -> None:
         self.lockstep = lockstep
         self.host, self.peer, self.sync, self.roster = host, peer, sync, roster
@@ -114,11 +116,17 @@ class Exchange:
         self._held: dict[int, list[tuple[bytes, m.Message]]] = {}
         """In lockstep: messages of rounds that this peer has not departed with yet."""
         self._departed = -1
+        self._rests_since = time.monotonic()
+        """When this peer was in a round last, or not resting."""
+        self._entered = 0
+        """Rounds that this peer contributed to."""
         self._leaving = 0
         """Departures whose contribution is being encoded."""
         self._electors = ElectorWatch(peer.config.group.absence)
         self._log = log
         self._donor = Donor(peer, log, self.traffic, self._in_thread)
+        self.watch = watch
+        self._crowd = host.config.max_connections
         self._repairer = Repairer(
             p2p=host.p2p,
             peer=peer,
@@ -285,6 +293,7 @@ class Exchange:
 
     async def _enter(self, round: int) -> None:
         fragment = fragment_of(round, self.peer.fragments)
+        self._look_at_limits()
         with self.sync.outer_lock:
             reason = self.peer.sits_out(round)
         if reason is None:
@@ -304,6 +313,7 @@ class Exchange:
         if reason is not None:
             self._perform([Over(round, fragment, Aborted(reason), False, 0.0)])
             return
+        self._entered += 1
         rate = 1.0 / max(self.sync.estimate.step_seconds, 1e-6) if self.lockstep is None else self.lockstep.rate
         with self.sync.outer_lock:
             effects = self.peer.depart(
@@ -365,6 +375,12 @@ class Exchange:
         self._perform(effects)
 
     async def _repair(self, effect: Repair) -> None:
+        if self.watch is not None and not self.watch.may_fetch(self._state_bytes(effect.fragment)):
+            self._repairer.put_off(
+                effect.fragment,
+                None if self.peer.resting else "its state does not fit into what the monthly cap leaves",
+            )
+            return
         await self._repairer.repair(effect)
 
     def _words(self, fragment: int) -> list[Word]:
@@ -372,7 +388,7 @@ class Exchange:
         return [
             Word(peer=peer, weight=record.weights()[fragment])
             for peer, record in self.roster.peers.items()
-            if fragment < len(record.versions) and record.state != "joining" and not self.is_lost(peer)
+            if fragment < len(record.versions) and gives(record) and not self.is_lost(peer)
         ]
 
     def _round_over(self, over: Over) -> None:
@@ -406,8 +422,11 @@ class Exchange:
             event |= {"outcome": kind, "why": reason}
             if self.lockstep is not None:
                 self.lockstep.aborted(over.round, reason)
+            if reason == self.peer.resting:
+                event["resting"] = True
         self._say(event | {"seconds": round(seconds, 3)})
-        self.roster.nudge()
+        if "resting" not in event:
+            self.roster.nudge()
 
     def _log_commit(self, round: int, signed: SignedRecord) -> None:
         """For those who are behind. If some bytes are not here any more, the log begins anew after this commit."""
@@ -508,6 +527,86 @@ class Exchange:
             effects = self.peer.lost(peer, self.now())
         self._perform(effects)
 
+    # ------------------------------------------------------------------ limits
+
+    async def keep_limits(self) -> None:
+        """Hold this node to its monthly cap and its limit of connections, until cancelled."""
+        looked = 0.0
+        while True:
+            await asyncio.sleep(crowd.EVERY)
+            if self._crowd or self.roster.silent:
+                await self._thin_out()
+            if time.monotonic() - looked >= traffic.EVERY:
+                self._look_at_limits()
+                with contextlib.suppress(*BROKEN):  # whoever watches the daemon says so
+                    await self.host.be_frugal(self.peer.resting is not None or self._crowded())
+                looked = time.monotonic()
+
+    def _look_at_limits(self) -> None:
+        """Rest, or go on, if that is due; the roster hears of it at once."""
+        reason = ""
+        if self.watch is not None:
+            costs = self.costs()
+            reason = self.watch.look(costs)
+            if self._trains.is_set():
+                self.watch.warn_if_small(costs)
+        if self.peer.resting is None or self.peer.busy():
+            self._rests_since = time.monotonic()
+        self.roster.calm = bool(reason)
+        # Before it falls silent the others must have heard that it pauses: until then they reckon with its vote.
+        heard = time.monotonic() - self._rests_since > EXPIRY
+        self.roster.silent = self.watch is not None and self.watch.silent and heard
+        members = self._members()
+        if not reason and self._crowd and members > crowd.largest_group(self._crowd):
+            reason = (
+                f"a group of {members} does not fit the limit of {self._crowd} connections (--max-connections), "
+                f"{crowd.largest_group(self._crowd)} do"
+            )
+            if self.peer.resting is None:
+                self._say({"event": "fault", "what": f"{reason}: this node sits out rounds and trains on alone"})
+        if (reason or None) != self.peer.resting:
+            with self.sync.outer_lock:
+                self.peer.resting = reason or None
+            self.roster.nudge()
+
+    def _members(self) -> int:
+        """How many a group would have now, this peer included."""
+        others = sum(online(record) for record in self.roster.peers.values())
+        return min(self.peer.config.group.max_size, 1 + others)
+
+    def _crowded(self) -> bool:
+        """Whether the swarm does not fit the limit of connections."""
+        return bool(self._crowd) and len(self.roster.peers) + crowd.ROOM > crowd.target(self._crowd)
+
+    async def _thin_out(self) -> None:
+        """Let go of the connections that are too many; of all when nothing may be sent any more."""
+        if self.roster.silent:
+            for peer in await self.host.connected():
+                await self.host.let_go(peer)
+            return
+        await self.host.thin_out(self.line.used_at, self.peer.partners())
+        self.line.used_at = {peer: at for peer, at in self.line.used_at.items() if peer in self.host.linked}
+
+    def costs(self) -> Costs:
+        """What rounds cost this node in bytes, both directions, with the peers that are online now."""
+        diloco, members = self.peer.diloco, self._members()
+        rounds = []
+        for state in diloco.fragments:
+            numel = state.anchor.size
+            rounds.append(2 * mean_bytes(members, diloco.codec.nbytes(numel), diloco.down.nbytes(numel)))
+        behind = {
+            fragment
+            for record in self.roster.peers.values()
+            if gives(record)
+            for fragment, weight in enumerate(record.weights()[: len(diloco.fragments)])
+            if weight > diloco.fragments[fragment].tip.weight
+        }
+        catch_up = sum(self._state_bytes(fragment) for fragment in behind)
+        return Costs(round=max(rounds), cycle=sum(rounds), catch_up=catch_up, rounds=self._entered)
+
+    def _state_bytes(self, fragment: int) -> int:
+        return 8 * self.peer.diloco.fragments[fragment].anchor.size
+
     # ------------------------------------------------------------------ background
 
     async def _tick(self) -> None:
@@ -541,7 +640,7 @@ class Exchange:
                     self.peer.set_roster(candidates, sorted(seen_since), resigned)
                 self.peer.adopt_first_clock(list(clocks.values()))
                 for peer, record in self.roster.peers.items():
-                    if record.versions and record.state != "joining":
+                    if record.versions and gives(record):
                         effects += self.peer.hear(peer, clocks.get(peer), record.weights())
             if self.peer.clock is not None:
                 self._clock_set.set()

@@ -16,25 +16,32 @@ import os
 import socket
 import stat
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from hivemind.dht.node import DHTNode
+from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError
+from hivemind.proto.dht_pb2 import NodeInfo
+from hivemind.utils.auth import AuthRole, AuthRPCWrapper
 from hivemind.utils.multiaddr import Multiaddr
 
+from stretto.node.swarm.crowd import superfluous, target
 from stretto.node.swarm.identity import Identity
-from stretto.node.swarm.opening import close_failed_streams
+from stretto.node.swarm.opening import close_failed_streams, connect_first
 from stretto.protocol.errors import StrettoError
 from stretto.protocol.invite import check_address
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT = 2.0
+
+FEW = 6
+"""Peers that a frugal node's lookups visit. A record is stored at five."""
 
 LONGEST_SOCKET_PATH = 100
 """A unix socket's path may have about 107 bytes on Linux, 103 on macOS."""
@@ -54,6 +61,8 @@ class HostConfig:
     socket_dir: Path
     startup_timeout: float = 30.0
     dial_timeout: float = 10.0
+    max_connections: int = 0
+    """Connections that are kept at most (``stretto.node.swarm.crowd``); 0 for no limit."""
 
 
 def socket_dir(data_dir: Path) -> Path:
@@ -71,6 +80,11 @@ class Host:
     def __init__(self, identity: Identity, config: HostConfig, p2p: P2P, node: DHTNode) -> None:
         self.identity, self.config, self.p2p, self.node = identity, config, p2p, node
         self.addresses: tuple[str, ...] = ()
+        self.known: dict[bytes, tuple[str, ...]] = {}
+        """Addresses of the roster's peers."""
+        self.linked: set[bytes] = set()
+        """Whom the daemon was connected to at the last look; kept only under a limit of connections."""
+        self._node_id, self._bucket_size = node.node_id, node.protocol.bucket_size
         self._why: dict[str, str] = {}
         """Why an address could not be reached last, in words."""
 
@@ -109,6 +123,8 @@ class Host:
         node = await DHTNode.create(p2p=p2p, record_validator=validator, wait_timeout=5)
         host = cls(identity, config, p2p, node)
         await host.refresh_addresses()
+        if config.max_connections:
+            connect_first(p2p, host.reach)
         return host
 
     async def refresh_addresses(self) -> None:
@@ -180,6 +196,49 @@ class Host:
             await asyncio.wait_for(self.p2p._client.connect(PeerID(peer), known), self.config.dial_timeout)
             return True
         return False
+
+    async def reach(self, peer: bytes) -> None:
+        """Before a stream is opened: dial ``peer`` again if it was let go, or never dialled for want of room."""
+        if peer not in self.linked and peer in self.known and await self.connect(peer, self.known[peer]):
+            self.linked.add(peer)
+
+    def room(self, wanted: Sequence[bytes]) -> list[bytes]:
+        """Those of ``wanted`` to whom a connection may be opened although there is nothing to say to them yet."""
+        if not self.config.max_connections:
+            return list(wanted)
+        return list(wanted)[: max(0, target(self.config.max_connections) - len(self.linked))]
+
+    async def thin_out(self, used_at: Mapping[bytes, float], needed: Collection[bytes]) -> None:
+        """Let go of the connections above the limit that are needed least (``crowd.superfluous``)."""
+        connected = await self.connected()
+        self.linked = set(connected)
+        for peer in superfluous(connected, self.config.max_connections, used_at=used_at, needed=needed):
+            await self.let_go(peer)
+
+    async def let_go(self, peer: bytes) -> None:
+        """Close the connection to ``peer``, and with it all streams."""
+        self.linked.discard(peer)
+        with contextlib.suppress(ControlFailure, P2PDaemonError, OSError, asyncio.TimeoutError):
+            await asyncio.wait_for(self.p2p._client.disconnect(PeerID(peer)), self.config.dial_timeout)
+
+    async def be_frugal(self, frugal: bool) -> None:
+        """Whether this peer is a mere client of the DHT: others ask it nothing, and it asks few of them.
+
+        Its requests then carry no node id, so nobody takes it into a routing table, and those who have it in theirs
+        drop it when a call fails. There must be others that serve the DHT, a bootstrap peer for one.
+        """
+        protocol = self.node.protocol
+        if frugal == protocol.client_mode:
+            return
+        protocol.client_mode = frugal
+        protocol.bucket_size = min(FEW, self._bucket_size) if frugal else self._bucket_size
+        # The others still name the id that they know for a while; hivemind takes it for a fault to be named its own.
+        self.node.node_id = protocol.node_id = DHTID.generate() if frugal else self._node_id
+        protocol.node_info = NodeInfo() if frugal else NodeInfo(node_id=self._node_id.to_bytes())
+        if frugal:
+            await protocol.remove_p2p_handlers(self.p2p)
+        else:
+            await protocol.add_p2p_handlers(self.p2p, AuthRPCWrapper(protocol, AuthRole.SERVICER, None))
 
     @property
     def daemon(self) -> int:

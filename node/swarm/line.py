@@ -68,6 +68,8 @@ class Line:
         self.clock = clock
         self.window = Window()
         self.totals = Totals()
+        self.used_at: dict[bytes, float] = {}
+        """When a message or a chunk passed to or from each peer last."""
         self._upload, self._download = TokenBucket(max_upload), TokenBucket(max_download)
         self._meter = Meter()
         self._waiting: deque[Upload] = deque()
@@ -86,6 +88,10 @@ class Line:
         if not measured:
             return cap or DEFAULT_UPLINK
         return min(cap, measured) if cap else measured
+
+    def used(self, peer: bytes) -> None:
+        """Something passes to or from ``peer`` now."""
+        self.used_at[peer] = self.clock()
 
     def control_up(self, nbytes: int) -> None:
         """A control message was sent."""

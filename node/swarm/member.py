@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from stretto.node.swarm.isolation import Isolation, Unanswered
 from stretto.node.swarm.known_peers import KnownPeers
 from stretto.node.swarm.losses import Losses
 from stretto.node.swarm.roster import EXPIRY, Roster, online
-from stretto.node.swarm.time_keeper import TimeKeeper
+from stretto.node.swarm.time_keeper import CALM, EVERY, TimeKeeper
 from stretto.protocol.digest import digest
 from stretto.protocol.errors import ConfigError
 from stretto.protocol.peer import Peer
@@ -71,12 +72,19 @@ class Member:
 
     async def enter(self) -> None:
         """Begin to answer peers and to keep the roster."""
-        self.time.trainers = lambda: list(self.roster.peers)
+        # Who pauses wants to be left alone.
+        self.time.trainers = lambda: [peer for peer, r in self.roster.peers.items() if r.state != "paused"]
         self.time.say = self.say
         self.roster.heard = self._hear
         await self.exchange.start()
         loop = asyncio.get_running_loop()
-        work = (self.roster.keep(), self._keep_time(), self._stay_connected(), self._watch_twin())
+        work = (
+            self.roster.keep(),
+            self.exchange.keep_limits(),
+            self._keep_time(),
+            self._stay_connected(),
+            self._watch_twin(),
+        )
         self._tasks = [loop.create_task(self.exchange.guarded(part)) for part in work]
 
     async def _keep_time(self) -> None:
@@ -109,7 +117,8 @@ class Member:
                 self._found(peers)
                 self.waiting_for = ""
                 return
-            text = self._why_waiting(peers, behind, new_run=new_run, ready=ready, start_peers=start_peers)
+            paused = self.exchange.peer.resting
+            text = paused or self._why_waiting(peers, behind, new_run=new_run, ready=ready, start_peers=start_peers)
             self.waiting_for = f"{text}; {inflow.words()}" if behind and inflow.amount.donors else text
             if text != told:
                 self.tell(self.waiting_for)  # how it goes in between is in the status line
@@ -216,7 +225,7 @@ class Member:
         progress = self.progress
         return PeerRecord(
             version=version,
-            state=progress.state,
+            state=self._state(),
             addresses=self.host.addresses[:16],
             client_mode=client_mode,
             rate=progress.rate,
@@ -233,6 +242,14 @@ class Member:
             lost=self.losses.tokens,
             data=self._data_word(),
         )
+
+    def _state(self) -> str:
+        """Who rests trains on, but nobody shall wait for it in rounds, nor ask it for anything.
+
+        It says so when it is in no round any more: from then on the others reckon with its vote no more.
+        """
+        peer, state = self.exchange.peer, self.progress.state
+        return "paused" if state in ("ready", "training") and peer.resting is not None and not peer.busy() else state
 
     def _data_word(self) -> DataWord:
         if self.units is None:
@@ -279,6 +296,9 @@ class Member:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.exchange.close()
+        if self.exchange.watch is not None:
+            self.exchange.watch.count()
+            self.exchange.watch.save()
 
     # ------------------------------------------------------------------ staying in touch
 
@@ -295,8 +315,13 @@ class Member:
             self.known.meet(self.roster.peers)
             self._look_for_peers(now)
             self._look_for_listeners(now)
-            if self.isolation.dial_due(now):
+            self.time.every = (math.inf if self.roster.silent else CALM) if self.roster.calm else EVERY
+            if self.isolation.dial_due(now) and not self._saving():
                 await self._dial()
+
+    def _saving(self) -> bool:
+        """Whether this node pauses, and dialling would cost more than it brings."""
+        return self.exchange.peer.resting is not None and bool(self.roster.peers or self.roster.silent)
 
     def _look_for_peers(self, now: float) -> None:
         here = [

@@ -5,7 +5,7 @@ peer, or when nobody waits for the stream any more. Every try to reach a dead pe
 and one in the daemon for good, and the event loop could not be closed at the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from hivemind.p2p import P2P, PeerID
@@ -30,5 +30,17 @@ def close_failed_streams(p2p: P2P) -> None:
             writer.close()
             raise
         return StreamInfo.from_protobuf(answer.streamInfo), reader, writer
+
+    control.stream_open = stream_open
+
+
+def connect_first(p2p: P2P, reach: Callable[[bytes], Awaitable[None]]) -> None:
+    """Let the client of ``p2p`` call ``reach(peer id)`` before it opens a stream to a peer."""
+    control = p2p._client.control
+    opened = control.stream_open
+
+    async def stream_open(peer_id: PeerID, protocols: Sequence[str]) -> Any:
+        await reach(peer_id.to_bytes())
+        return await opened(peer_id, protocols)
 
     control.stream_open = stream_open

@@ -186,6 +186,12 @@ class Repairer:
             known = self._fetched.get(fragment, [])
             self._fetched[fragment] = [other for other in known if other.done and other is not pieces] + [pieces]
 
+    def put_off(self, fragment: int, why: str | None) -> None:
+        """No repair for now; ``why`` is told if it is given. It is wanted again at the next word of a peer."""
+        if why is not None:
+            self._say({"event": "repair", "fragment": fragment, "state": "put off", "why": why})
+        self._over(fragment)
+
     async def repair(self, effect: Repair) -> None:
         """One attempt to bring a fragment forward; does nothing while the pause after a failure lasts."""
         fragment = effect.fragment

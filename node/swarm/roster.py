@@ -29,6 +29,9 @@ EXPIRY = 20.0
 
 DHT_TIMEOUT = 10.0
 
+CALM, CALM_EXPIRY, CALM_NUDGED = 100.0, 240.0, 5.0
+"""The same for a peer that pauses to save traffic: reading the roster costs the record of every peer each time."""
+
 
 class Roster:
     """The other peers' records, as of the last reading.
@@ -56,6 +59,12 @@ class Roster:
         """When this peer's own record ends, as the last reading has it."""
         self._connected: dict[bytes, float] = {}
         self._nudged = asyncio.Event()
+        self._ends = 0.0
+        """When the record that was stored last ends."""
+        self.calm = False
+        """Renew and read rarely."""
+        self.silent = False
+        """Neither renew nor read."""
 
     def nudge(self) -> None:
         """Renew and read now rather than at the next turn."""
@@ -64,6 +73,9 @@ class Roster:
     async def keep(self) -> None:
         """Renew and read until cancelled."""
         while True:
+            if self.silent:
+                await asyncio.sleep(NUDGED)
+                continue
             began = time.monotonic()
             self._nudged.clear()
             stored, ends = await self.renew()
@@ -71,8 +83,9 @@ class Roster:
             await self.read()
             if self.read_at > read_before:
                 self.heard(stored if self._own_ends >= ends else None, ends)
-            await asyncio.sleep(NUDGED)
-            pause = max(0.0, RENEW - (time.monotonic() - began))
+            calm = self.calm
+            await asyncio.sleep(CALM_NUDGED if calm else NUDGED)
+            pause = max(0.0, (CALM if calm else RENEW) - (time.monotonic() - began))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._nudged.wait(), pause)
 
@@ -81,7 +94,9 @@ class Roster:
         record = self._own()
         if record is None:
             return None, 0.0
-        record, ends = fitted(record), self._now() + EXPIRY
+        record, ends = fitted(record), self._now() + (CALM_EXPIRY if self.calm else EXPIRY)
+        # The DHT takes no record that ends before the one it has, such as one of a calm time that is over.
+        ends = self._ends = max(ends, self._ends + 0.001)
         store = self._host.node.store(self._key, wire.encode(record), ends, subkey=self._host.identity.peer_id_bytes)
         try:
             taken = await asyncio.wait_for(store, DHT_TIMEOUT)
@@ -137,6 +152,9 @@ class Roster:
         """Tell the daemon the addresses of new peers, so that streams open by peer id; repeated every minute."""
         now = time.monotonic()
         due = [peer for peer in self.peers if now - self._connected.get(peer, -60.0) >= 60.0]
+        self._host.known = {peer: record.addresses for peer, record in self.peers.items()}
+        # Who pauses wants to be left alone.
+        due = self._host.room([peer for peer in due if self.peers[peer].state != "paused"])
         results = await asyncio.gather(*(self._host.connect(peer, self.peers[peer].addresses) for peer in due))
         for peer, connected in zip(due, results, strict=True):
             if connected:
@@ -146,3 +164,8 @@ class Roster:
 def online(record: PeerRecord) -> bool:
     """Whether a peer takes part in rounds."""
     return record.state in ("ready", "training")
+
+
+def gives(record: PeerRecord) -> bool:
+    """Whether a peer has the run's state and gives it to others."""
+    return record.state not in ("joining", "paused")

@@ -90,6 +90,7 @@ async def write_message(writer: Writer, message: object, *, lane: Lane | None = 
     writer.write(len(data).to_bytes(4, "big") + data)
     if lane is not None:
         lane.line.control_up(4 + len(data))
+        lane.line.used(lane.peer)
     await asyncio.wait_for(writer.drain(), CHUNK_TIMEOUT)
 
 
@@ -107,6 +108,7 @@ async def read_message(
     data = await asyncio.wait_for(reader.readexactly(size), CHUNK_TIMEOUT)
     if lane is not None:
         lane.line.control_down(4 + size)
+        lane.line.used(lane.peer)
     return m.decode(data, *kinds)
 
 
@@ -140,6 +142,7 @@ async def _write_chunks(writer: Writer, data: memoryview, upload: Upload) -> Non
         size = await upload.turn(CHUNK_TIMEOUT)
         upload.sent()
         upload.line.control_up(_HEAD.size)
+        upload.line.used(upload.to)
         writer.write(_HEAD.pack(size))
         for place in range(start, start + size, PIECE):
             writer.write(data[place : min(place + PIECE, start + size)])
@@ -168,15 +171,16 @@ async def read_bytes(
 
     ``timeout`` as in ``write_bytes``. Raises one of ``BROKEN``, or RemoteProtocolError for a chunk that cannot be.
     """
-    return await asyncio.wait_for(_read_bytes(reader, writer, count, lane.line), timeout)
+    return await asyncio.wait_for(_read_bytes(reader, writer, count, lane), timeout)
 
 
-async def _read_bytes(reader: Reader, writer: Writer, count: int, line: Line) -> bytearray:
-    data = bytearray(count)
+async def _read_bytes(reader: Reader, writer: Writer, count: int, lane: Lane) -> bytearray:
+    line, data = lane.line, bytearray(count)
     filled = 0
     while filled < count:
         filled = await asyncio.wait_for(_read_chunk(reader, memoryview(data), filled, line), CHUNK_TIMEOUT)
         await line.may_read()  # a late acknowledgement slows the sender down
+        line.used(lane.peer)
         writer.write(_ACKNOWLEDGEMENT.pack(filled, int(line.clock() * 1e6)))
         line.control_up(_ACKNOWLEDGEMENT.size)
         await _drain(writer)

@@ -8,6 +8,7 @@ What the offsets mean is decided in ``stretto.node.swarm.time_votes``.
 """
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,7 +45,7 @@ ANSWERS = 16
 PATIENCE = 5.0
 """Seconds for one peer."""
 
-EVERY, SOON = 60.0, 5.0
+EVERY, SOON, CALM = 60.0, 5.0, 600.0
 """Seconds between two measurements; while nobody has answered, or without a majority."""
 
 DOUBT = 30.0
@@ -123,6 +124,8 @@ class TimeKeeper:
         self._correction_then = clock.correction
         """The clock's correction when the latest samples were taken."""
         self.settled = asyncio.Event()
+        self.every = EVERY
+        """Seconds between two measurements: CALM, or infinite, for a node that saves traffic."""
 
     # ------------------------------------------------------------------ before taking part
 
@@ -169,14 +172,14 @@ class TimeKeeper:
                 due = now
                 doubtful_until = now + DOUBT if broken.doubtful else doubtful_until
                 self.clock.settled = not broken.doubtful
-            if now < due:
+            if now < due or self.every == math.inf:
                 continue
             samples = await self._measure()
             verdict = self._steer(samples, votes=self.clock.settled and not (self._follows and self.trainers()))
             self._report(samples, verdict)
             # After a sleep the network may need a while; until then others are not told a doubtful time.
             self.clock.settled = self.clock.settled or bool(samples) or now > doubtful_until
-            due = self.clock.raw() + (EVERY if verdict is not None and verdict.majority else SOON)
+            due = self.clock.raw() + (self.every if verdict is not None and verdict.majority else SOON)
 
     def _steer(self, samples: Sequence[Sample], *, votes: bool) -> Verdict | None:
         """Correct the clock by what ``samples`` say: at once as long as nobody relies on it."""

@@ -34,6 +34,12 @@ def test_whoever_says_goodbye_has_resigned_even_when_its_record_is_gone() -> Non
     assert watch.resigned([TIP], {C: record("training")}, 100.0) == [B]
 
 
+def test_whoever_pauses_has_resigned_until_it_goes_on() -> None:
+    watch = ElectorWatch(900.0)
+    assert watch.resigned([TIP], {B: record("paused"), C: record("training")}, 0.0) == [B]
+    assert watch.resigned([TIP], {B: record("training"), C: record("training")}, 1.0) == []
+
+
 def test_whoever_comes_back_is_reckoned_with_again() -> None:
     watch = ElectorWatch(900.0)
     watch.resigned([TIP], {B: record("finished")}, 0.0)

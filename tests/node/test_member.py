@@ -41,6 +41,7 @@ class Scene:
 
         class FakePeer:
             fragments = 2
+            resting = None
 
             @property
             def clock(self) -> Clock | None:

@@ -159,6 +159,10 @@ def test_a_wrong_type_in_the_environment_is_named(variables: dict[str, str], mes
         ({"pace": -0.1}, "pace is -0.1, it must be in 0..600 seconds"),
         ({"pace": float("nan")}, "pace is nan"),
         ({"pace": 601.0}, "pace is 601.0"),
+        ({"max_connections": 7}, "max_connections is 7, it must be at least 8, or 0 for no limit"),
+        ({"max_connections": -1}, "max_connections is -1"),
+        ({"monthly_cap": "999kB"}, "monthly_cap is '999kB', it must be at least 1MB, or 0 for no cap"),
+        ({"monthly_cap": "much"}, "monthly_cap is 'much', it must be an amount of bytes"),
         ({"announce": ["/ip4/203.0.113.5/tcp/0"]}, "'/ip4/203.0.113.5/tcp/0' is not of the form"),
         ({"announce": ["203.0.113.5:4001"]}, "'203.0.113.5:4001' is not of the form"),
     ],
@@ -174,6 +178,16 @@ def test_the_pace_comes_from_every_source(tmp_path: Path) -> None:
     assert load(tmp_path, "pace = 1\n").pace == 1.0
     assert load(tmp_path, "pace = 1\n", STRETTO_PACE="0.5").pace == 0.5
     assert load(tmp_path, None, {"pace": 0.25}, STRETTO_PACE="0.5").pace == 0.25
+
+
+def test_limits_of_the_line_come_from_every_source(tmp_path: Path) -> None:
+    toml = 'monthly_cap = "1.5GB"\nmax_connections = 20\n'
+    from_file = load(tmp_path, toml)
+    from_environment = load(tmp_path, STRETTO_MONTHLY_CAP="1500MB", STRETTO_MAX_CONNECTIONS="20")
+    from_flags = load(tmp_path, flags={"monthly_cap": "1.5 GB", "max_connections": 20})
+    for config in (from_file, from_environment, from_flags):
+        assert (config.monthly_bytes, config.max_connections) == (1_500_000_000, 20)
+    assert (NodeConfig().monthly_bytes, NodeConfig().max_connections) == (0, 0)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

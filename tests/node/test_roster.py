@@ -37,7 +37,11 @@ class Dht:
 
 def roster(dht: Dht) -> Roster:
     host: Any = SimpleNamespace(
-        node=dht, identity=SimpleNamespace(peer_id_bytes=ME), addresses=(), connect=lambda *_: connected()
+        room=lambda due: due,
+        node=dht,
+        identity=SimpleNamespace(peer_id_bytes=ME),
+        addresses=(),
+        connect=lambda *_: connected(),
     )
     return Roster(host, bytes(32), lambda: RECORD, lambda: asyncio.get_running_loop().time())
 

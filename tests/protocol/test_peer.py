@@ -88,6 +88,28 @@ def test_a_fragment_whose_result_waits_sits_out() -> None:
     assert peer.sits_out(2) == "fragment 0 is being repaired"
 
 
+def test_who_rests_enters_no_round_and_repairs_nothing() -> None:
+    peer = make()
+    peer.resting = "saving traffic"
+    assert peer.sits_out(0) == "saving traffic"
+    assert peer.hear(A, None, [(0, 10**6, 9), (0, 0, 0)]) == []
+    assert not peer.repairing
+    peer.resting = None
+    assert peer.sits_out(0) is None
+    assert [type(effect) for effect in peer.hear(A, None, [(0, 10**6, 9), (0, 0, 0)])] == [Repair]
+
+
+def test_partners_are_those_of_rounds_in_hand() -> None:
+    peer = make()
+    assert peer.partners() == set()
+    (work,) = depart(peer, 0)
+    assert peer.partners() == set()  # alone
+    peer.reduced(work, peer.reduce(work), 0.0)
+    other = make(A)
+    other.depart(0, other.diloco.leave(0, LOCAL[0]), rate=1.0, patience=5.0, now=0.0)
+    assert other.partners() == {other._live[0].round.coordinator} - {other.me}
+
+
 def test_a_contribution_from_an_anchor_that_is_gone_does_not_enter() -> None:
     peer = make()
     old = peer.diloco.leave(0, LOCAL[0])
