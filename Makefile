@@ -18,8 +18,14 @@ help: ## show this list
 demo: $(STAMP) ## train a small model with a swarm of peers on this machine
 	$(BIN)/stretto demo $(ARGS)
 
+# Two at a time where nothing waits for real processes; those that do would disturb each other.
 test: $(STAMP) ## run the tests
+ifeq ($(strip $(ARGS)),)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not integration"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration
+else
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+endif
 
 chaos: $(STAMP) ## real peers behind slow lines, killed, stopped, coming and going: 100 minutes, as root; reports in chaos-reports/
 	@mkdir -p chaos-reports
