@@ -43,7 +43,7 @@ def accepts(identity: Identity, candidate: DHTRecord) -> bool:
 
 
 def test_each_run_has_a_key_of_its_own() -> None:
-    assert roster_key(RUN) == f"stretto/3/{RUN.hex()}/roster"
+    assert roster_key(RUN) == f"stretto/4/{RUN.hex()}/roster"
     assert roster_key(bytes(32)) != KEY
 
 

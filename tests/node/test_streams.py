@@ -62,8 +62,8 @@ def raw(data: bytes) -> Callable[[Writer], Awaitable[None]]:
 
 
 def test_the_handlers_are_named_by_version_and_run() -> None:
-    assert control_name(b"\xab" * 32) == f"/stretto/3/{'ab' * 32}/control"
-    assert bulk_name(b"\xab" * 32) == f"/stretto/3/{'ab' * 32}/bulk"
+    assert control_name(b"\xab" * 32) == f"/stretto/4/{'ab' * 32}/control"
+    assert bulk_name(b"\xab" * 32) == f"/stretto/4/{'ab' * 32}/bulk"
 
 
 def test_messages_arrive_whole_and_in_order() -> None:
