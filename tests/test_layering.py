@@ -55,10 +55,12 @@ HOMES: dict[str, tuple[str, ...]] = {
     "hivemind": ("node/swarm/*", "node/bench/*"),  # the benchmark times its codecs next to ours
     "huggingface_hub": ("node/model.py",),  # an error type of transformers' configs lies there
     "libp2p": ("node/doctor_probe.py",),
+    "matplotlib": ("node/plots.py",),
     "msgpack": ("protocol/wire.py",),
     "multiaddr": ("node/doctor_probe.py",),
     "numpy": ("protocol/*", "node/*"),  # the arrays of codecs and token streams
     "platformdirs": ("node/config.py", "node/paths.py"),
+    "plotext": ("node/plots.py",),
     "prometheus_client": ("node/metrics/*",),
     "rich": ("node/cli.py", "node/console.py", "node/demo.py", "bootstrap/cli.py"),
     "safetensors": ("node/checkpoint.py", "node/export.py"),
