@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from stretto.node.cli_bench import bench
+from stretto.node.cli_simulate import simulate
 from stretto.protocol.errors import StrettoError
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench, name="bench")
+app.command()(simulate)
 
 _debug = False
 

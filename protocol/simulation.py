@@ -21,6 +21,7 @@ from stretto.protocol import messages as m
 from stretto.protocol.actions import Aborted, Committed, Rules, Send
 from stretto.protocol.config import RunConfig
 from stretto.protocol.errors import ConfigError, RemoteProtocolError
+from stretto.protocol.outer import Vector
 from stretto.protocol.peer import Effect, FetchFrom, Over, PartWork, Peer, PushAverageTo, PushTo, Repair, Work
 from stretto.protocol.schedule import Clock, fragment_of
 from stretto.protocol.simnet import Arrival, Network
@@ -94,12 +95,15 @@ class Simulation:
         return Peer(
             me=me,
             config=self.config,
-            diloco=StreamingDiLoCo(self.config, initial),
+            diloco=self._make_diloco(initial),
             rules=self.rules,
             sign=lambda message: self._sign(me, message),
             verify=verify,
             can_coordinate=index not in self.clients,
         )
+
+    def _make_diloco(self, initial: Sequence[Vector]) -> StreamingDiLoCo:
+        return StreamingDiLoCo(self.config, initial)
 
     def _sign(self, me: bytes, message: bytes) -> bytes:
         return signature(me, message)
@@ -250,8 +254,8 @@ class Simulation:
         if reason is None:
             sim.left_at[fragment] = sim.steps
             contribution = self._leave(sim, fragment)
-            rate, uplink = 1 / (sim.step_time * sim.slow), float(sim.index not in self.clients)
-            patience, now = self._patience(sim), self.local(sim)
+            uplink, patience, now = float(sim.index not in self.clients), self._patience(sim), self.local(sim)
+            rate = self._rate(sim)
             effects = sim.peer.depart(round, contribution, rate=rate, patience=patience, uplink=uplink, now=now)
         else:
             effects = [Over(round, fragment, Aborted(reason), False, 0.0)]
@@ -259,6 +263,10 @@ class Simulation:
 
     def _leave(self, sim: SimPeer, fragment: int) -> Contribution:
         return sim.peer.diloco.leave(fragment, sim.replica.get(fragment))
+
+    def _rate(self, sim: SimPeer) -> float:
+        """Inner steps per unit of time that the peer reports; the clock follows their mean."""
+        return 1 / (sim.step_time * sim.slow)
 
     def _patience(self, sim: SimPeer) -> float:
         return self.config.outer.tau_max * sim.step_time * sim.slow
