@@ -38,7 +38,8 @@ class Task:
 class _Worker:
     process: subprocess.Popen[bytes]
     log: Path
-    task: Task
+    task: Task | None = None
+    """What it is doing."""
     done: float = 0.0
     partial: bytes = b""
 
@@ -66,37 +67,33 @@ def run_all(
     """Do the tasks, ``jobs`` at a time, and yield each result as it comes. StrettoError if a worker fails."""
     waiting = list(reversed(tasks))
     progress, count = Progress(sum(task.config.tokens for task in tasks)), 0
-    selector = selectors.DefaultSelector()
-    workers: list[_Worker] = []
-    try:
-        while waiting or workers:
-            while waiting and len(workers) < jobs:
-                workers.append(_start(waiting.pop(), folder, threads, len(tasks) - len(waiting)))
-                selector.register(_stdout(workers[-1]), selectors.EVENT_READ, workers[-1])
-            said = time.monotonic()
-            finished: list[tuple[_Worker, dict[str, Any]]] = []
-            while not finished:
-                for key, _ in selector.select(timeout=1.0):
-                    result = _read(key.data)
-                    if result is not None:
-                        finished.append((key.data, result))
+    said = 0.0
+    workers = [_start(folder, number, threads) for number in range(min(jobs, len(tasks)))]
+    with selectors.DefaultSelector() as selector:
+        try:
+            for worker in workers:
+                selector.register(_stdout(worker), selectors.EVENT_READ, worker)
+                _give(worker, waiting.pop(), folder, threads)
+            while busy := [(w.task, w.done) for w in workers if w.task is not None]:
                 if time.monotonic() - said > STATUS_SECONDS:
                     said = time.monotonic()
-                    running = [(worker.task, worker.done) for worker in workers]
-                    say(progress.line(running, f"{count} of {len(tasks)} runs done"))
-            for worker, result in finished:
-                selector.unregister(_stdout(worker))
-                workers.remove(worker)
+                    say(progress.line(busy, f"{count} of {len(tasks)} runs done"))
+                for key, _ in selector.select(timeout=1.0):
+                    worker, task = key.data, key.data.task
+                    result = _read(worker)
+                    if result is None:
+                        continue
+                    count, progress.finished = count + 1, progress.finished + task.config.tokens
+                    worker.task = None
+                    if waiting:
+                        _give(worker, waiting.pop(), folder, threads)
+                    yield result
+        finally:
+            for worker in workers:
                 _end(worker)
-                count, progress.finished = count + 1, progress.finished + worker.task.config.tokens
-                yield result
-    finally:
-        selector.close()
-        for worker in workers:
-            _end(worker)
 
 
-def _start(task: Task, folder: Path, threads: int, number: int) -> _Worker:
+def _start(folder: Path, number: int, threads: int) -> _Worker:
     log = folder / f"worker-{number}.log"
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as errors:
@@ -108,17 +105,21 @@ def _start(task: Task, folder: Path, threads: int, number: int) -> _Worker:
             env=environment,
             start_new_session=True,
         )
+    return _Worker(process, log)
+
+
+def _give(worker: _Worker, task: Task, folder: Path, threads: int) -> None:
+    worker.task, worker.done = task, 0.0
     request = {
         "label": task.label,
         "settings": task.config.to_dict(),
         "cache": str(folder / "cache"),
         "threads": threads,
     }
-    assert process.stdin is not None
+    assert worker.process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # its end is seen when it is read from
-        process.stdin.write(json.dumps(request).encode() + b"\n")
-        process.stdin.flush()
-    return _Worker(process, log, task)
+        worker.process.stdin.write(json.dumps(request).encode() + b"\n")
+        worker.process.stdin.flush()
 
 
 def _stdout(worker: _Worker) -> IO[bytes]:
@@ -143,12 +144,12 @@ def _read(worker: _Worker) -> dict[str, Any] | None:
 
 
 def _end(worker: _Worker) -> None:
-    """Let a worker end: by itself if it has nothing to do, else at once."""
+    """Let a worker end: by itself if it has nothing to do, else at once; an empty log goes."""
     for stream in (worker.process.stdin, worker.process.stdout):
         if stream is not None:
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
-    if worker.done < 1.0:
+    if worker.task is not None:
         worker.process.kill()
     worker.process.wait()
     with contextlib.suppress(OSError):

@@ -234,7 +234,7 @@ _ALL = (
         "slow links, lost messages, a replica that crashes and comes back with nothing",
         [
             Case("no faults", "fp4", {"tau": (2,)}),
-            Case("delay 1 step, jitter 1", "fp4", {"tau": (2,), "delay": 0.2, "jitter": 0.3}),
+            Case("messages take 0.2 to 0.5 steps", "fp4", {"tau": (2,), "delay": 0.2, "jitter": 0.3}),
             Case("10 % of the messages lost", "fp4", {"tau": (2,), "delay": 0.2, "loss": 0.1}),
             Case("replica 1 away for 100 steps", "fp4", {"tau": (2,), "crashes": ((1, 200.5, 300.5),)}),
         ],
