@@ -55,7 +55,7 @@ def simulate(
     error_feedback: Annotated[bool | None, typer.Option("--error-feedback", help="Send later what was lost.")] = None,
     delay: Annotated[float | None, typer.Option(help="Of each message, in steps.")] = None,
     jitter: Annotated[float | None, typer.Option(help="Largest extra delay, in steps.")] = None,
-    loss: Annotated[float | None, typer.Option(help="Probability that a message is lost.")] = None,
+    drop: Annotated[float | None, typer.Option(help="Probability that a message is lost.")] = None,
     crash: Annotated[
         list[str] | None, typer.Option(help="REPLICA:DOWN:UP, the steps at which it crashes and returns.")
     ] = None,

@@ -110,7 +110,7 @@ class SimConfig:
     delay: float = 0.0
     """Of each message, in steps; up to ``jitter`` more."""
     jitter: float = 0.0
-    loss: float = 0.0
+    drop: float = 0.0
     """Probability that a message or transfer is lost."""
     crashes: tuple[tuple[int, float, float], ...] = ()
     """(replica, step at which it crashes, step at which it starts again with nothing)."""
@@ -163,7 +163,7 @@ class SimConfig:
         _require(0 < self.keep <= 1, f"keep is {self.keep}", "write a share in (0, 1]")
         _require(self.growth >= 0, f"growth is {self.growth}", "write a power of at least 0")
         _require(self.delay >= 0 and self.jitter >= 0, "delay and jitter are durations", "write at least 0")
-        _require(0 <= self.loss < 1, f"loss is {self.loss}", "write a probability below 1")
+        _require(0 <= self.drop < 1, f"drop is {self.drop}", "write a probability below 1")
         _require(self.eval_every >= 0, f"eval_every is {self.eval_every}", "write at least 0")
         _require(self.eval_sequences >= 1, f"eval_sequences is {self.eval_sequences}", "write at least 1")
         _require(
@@ -249,14 +249,14 @@ class SimConfig:
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "SimConfig":
         """The inverse of ``to_dict``, also from JSON or TOML. ConfigError names an unknown knob."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(plain) - known)
-        _require(not unknown, f"unknown setting {', '.join(unknown)}", f"valid are {', '.join(sorted(known))}")
-        values = {key: _tuples(value) for key, value in plain.items()}
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+        unknown = sorted(set(plain) - set(defaults))
+        _require(not unknown, f"unknown setting {', '.join(unknown)}", f"valid are {', '.join(sorted(defaults))}")
+        values = {key: _typed(key, _tuples(value), defaults[key]) for key, value in plain.items()}
         try:
             return cls(**values)
-        except TypeError as error:
-            raise ConfigError(f"a setting of the simulation has the wrong type: {error}") from None
+        except TypeError as error:  # of what is inside a tuple
+            raise ConfigError(f"simulate: a setting has the wrong type: {error}") from None
 
     def key(self) -> str:
         """Names the run in the results file: equal settings, equal key."""
@@ -316,6 +316,15 @@ def _models() -> str:
 
 def _nth(values: tuple[Any, ...], index: int) -> Any:
     return values[min(index, len(values) - 1)]
+
+
+def _typed(name: str, value: Any, default: Any) -> Any:
+    """A value of the default's type; a whole number will do for a float."""
+    if type(default) is float and type(value) is int:
+        return float(value)
+    kind = type(default).__name__
+    _require(type(value) is type(default), f"{name} is {value!r}", f"write one of type {kind}, such as {default!r}")
+    return value
 
 
 def _tuples(value: Any) -> Any:

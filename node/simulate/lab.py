@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.node.plots import draw_terminal, save_png
-from stretto.node.simulate.config import SimConfig
+from stretto.node.simulate.config import METHODS, SimConfig
 from stretto.node.simulate.jobs import Task, run_all
 from stretto.node.simulate.recipes import Case, Recipe, get_recipe
 from stretto.node.simulate.report import charts, check, goal_text, markdown, plain, table
@@ -46,17 +46,11 @@ class Lab:
         self.config = config
         self.recipe = get_recipe(config.recipe) if config.recipe else _comparison(config)
         first = int(config.settings.get("seed", 0))
-        given = {} if not config.recipe else config.settings
+        shared = config.settings if config.recipe else {}
         self.runs: list[tuple[Case, SimConfig]] = [
-            run for seed in range(first, first + config.seeds) for run in self._of_seed(given, seed)
+            run for seed in range(first, first + config.seeds) for run in self.recipe.configs(shared, seed)
         ]
         self.results = Results(config.out / "results.jsonl")
-
-    def _of_seed(self, given: Mapping[str, Any], seed: int) -> list[tuple[Case, SimConfig]]:
-        if self.config.recipe:
-            return self.recipe.configs({**given, "seed": seed})
-        cases = [Case(case.label, case.method, {**case.knobs, "seed": seed}) for case in self.recipe.cases]
-        return Recipe("", "", cases).configs({})
 
     def missing(self) -> list[Task]:
         """The runs that are not in the results file, each once, whatever its label."""
@@ -129,6 +123,9 @@ class Lab:
 
 
 def _comparison(config: LabConfig) -> Recipe:
-    """A recipe of the methods that were named, all with the same knobs."""
-    cases = [Case(name, name, config.settings) for name in config.methods]
+    """A recipe of the methods that were named; knobs that were given take the place of the methods' own."""
+    unknown = [name for name in config.methods if name not in METHODS]
+    if unknown:
+        raise ConfigError(f"simulate: there is no method {unknown[0]!r}; choose one of {', '.join(METHODS)}")
+    cases = [Case(name, name, config.settings) for name in dict.fromkeys(config.methods)]
     return Recipe("methods", ", ".join(config.methods), cases)

@@ -46,10 +46,11 @@ class Recipe:
     log_x: bool = False
     goals: Sequence[Goal] = ()
 
-    def configs(self, flags: Mapping[str, Any]) -> list[tuple[Case, SimConfig]]:
+    def configs(self, flags: Mapping[str, Any], seed: int) -> list[tuple[Case, SimConfig]]:
         """Each case with its settings: defaults, then base, flags, method, and the case's own."""
+        shared = {**self.base, **flags}
         return [
-            (case, SimConfig.from_dict({**self.base, **flags, **METHODS[case.method], **case.knobs}))
+            (case, SimConfig.from_dict({**shared, **METHODS[case.method], **case.knobs, "seed": seed}))
             for case in self.cases
         ]
 
@@ -111,6 +112,18 @@ CODECS = {
 
 _ALL = (
     TABLE,
+    Recipe(
+        "tune",
+        "learning rates, before anything is compared: inner ones on data-parallel training, outer ones on streaming",
+        [
+            *sweep("data-parallel", "lr", [1.5e-3, 3e-3, 6e-3, 1.2e-2]),
+            *sweep("streaming", "outer_lr", [0.2, 0.4, 0.7, 1.0], "streaming, M = 2"),
+            *sweep("streaming", "outer_lr", [0.2, 0.4, 0.7, 1.0], "streaming, M = 4", replicas=4),
+            *sweep("overlap", "outer_lr", [0.2, 0.4, 0.7, 1.0], "tau 5", tau=(5,)),
+        ],
+        x_label="learning rate",
+        log_x=True,
+    ),
     Recipe(
         "fig6",
         "fragment size: layers per fragment, with six layers",
@@ -235,7 +248,7 @@ _ALL = (
         [
             Case("no faults", "fp4", {"tau": (2,)}),
             Case("messages take 0.2 to 0.5 steps", "fp4", {"tau": (2,), "delay": 0.2, "jitter": 0.3}),
-            Case("10 % of the messages lost", "fp4", {"tau": (2,), "delay": 0.2, "loss": 0.1}),
+            Case("10 % of the messages lost", "fp4", {"tau": (2,), "delay": 0.2, "drop": 0.1}),
             Case("replica 1 away for 100 steps", "fp4", {"tau": (2,), "crashes": ((1, 200.5, 300.5),)}),
         ],
         base={"replicas": 4},

@@ -39,7 +39,7 @@ class LearningSimulation(Simulation):
             replicas,
             tau=config.taus,
             step_times=config.step_times,
-            network=Network(delay=config.delay, jitter=config.jitter, drop=config.loss),
+            network=Network(delay=config.delay, jitter=config.jitter, drop=config.drop),
             seed=config.seed,
             window=config.delay + config.jitter,
         )

@@ -78,11 +78,14 @@ def test_data_parallel_with_one_replica_is_plain_adamw_bit_for_bit(corpus: Corpu
 
 
 def test_data_parallel_gradients_are_those_of_the_whole_batch(corpus: Corpus) -> None:
-    two = ModelReplica(shop_of(small("data-parallel", replicas=2), corpus), micro_batches=2)
-    one = ModelReplica(shop_of(small("data-parallel", replicas=1), corpus))
+    # with SGD, whose step is the gradient itself: Adam's first one is its sign, and rounding may turn that over
+    two = ModelReplica(shop_of(small("data-parallel", replicas=2, inner="sgd", lr=0.1), corpus), micro_batches=2)
+    one = ModelReplica(shop_of(small("data-parallel", replicas=1, inner="sgd", lr=0.1), corpus))
+    before = weights_of(one)
     assert two.step() == one.step() == 64
-    for a, b in zip(weights_of(two), weights_of(one), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+    for a, b, start in zip(weights_of(two), weights_of(one), before, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        assert np.abs(a - start).max() > 1e-4
 
 
 def lockstep(config: SimConfig, corpus: Corpus, rounds: int) -> list[np.ndarray]:
@@ -312,6 +315,8 @@ def test_settings_survive_json_and_name_the_run() -> None:
         ({"tokens": 1}, "at least one batch"),
         ({"fragments": 3}, "does not divide"),
         ({"colour": 1}, "unknown setting colour"),
+        ({"tokens": 1e6}, "type int"),
+        ({"codec": 4}, "type str"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(knobs: dict[str, Any], words: str) -> None:
@@ -333,7 +338,7 @@ def test_settings_come_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_lawful_cases_with_names_of_their_own(name: str) -> None:
     recipe = get_recipe(name)
-    found = recipe.configs({"seed": 3})
+    found = recipe.configs({}, 3)
     assert {config.seed for _, config in found} == {3}
     assert len({case.label for case in recipe.cases}) == len(found) >= 2
     assert len({config.key() for _, config in found}) == len(found)
@@ -352,7 +357,7 @@ def test_an_unknown_recipe_or_method_is_refused_with_a_list() -> None:
 
 
 def test_flags_change_what_cases_share_and_not_what_makes_them() -> None:
-    found = get_recipe("fig12").configs({"tokens": 102_400, "replicas": 2})
+    found = get_recipe("fig12").configs({"tokens": 102_400, "replicas": 2}, 0)
     assert [config.replicas for _, config in found] == [2, 1, 2, 4, 8]
     assert {config.tokens for _, config in found} == {102_400}
 
@@ -467,7 +472,6 @@ def test_a_command_does_its_runs_in_processes_and_goes_on_where_it_was(
     assert set(lab.finished()) == {"data-parallel", "fp4"}
     assert "fp4" in (tmp_path / "out" / "table.md").read_text()
     assert sum("of CPU" in line for line in said) == 2
-    assert not list((tmp_path / "out").glob("worker-*.log"))
 
     # one more seed: only that is done; and a run that fails is told with its reason
     more = Lab(replace(asked, seeds=2))

@@ -1,4 +1,4 @@
-"""A thousand peers: rounds, clock, quorum and repair hold as in a group of four, and a peer costs what it did there."""
+"""A thousand peers: rounds, clock, quorum and repair hold as among four, and a peer's cost does not grow."""
 
 import random
 import time
