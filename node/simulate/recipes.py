@@ -100,7 +100,7 @@ TABLE = Recipe(
     ),
 )
 
-CODECS = {
+CODECS: Mapping[str, Mapping[str, Any]] = {
     "fp32": {},
     "e3m0": {"codec": "e3m0"},
     "e2m1": {"codec": "e2m1"},

@@ -7,6 +7,7 @@ The protocol is ``protocol.simulation``; this file overrides a few of its small 
 it (codec, outer optimizer, alpha, rarer rounds) and looks on where something is to be measured.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -63,11 +64,8 @@ class LearningSimulation(Simulation):
     def average(self) -> list[Vector]:
         """The mean of the living replicas' local weights by fragment, (n,) float32."""
         living = [sim.replica for sim in self.peers if sim.alive]
-        means = []
-        for fragment in range(self.settings.fragments):
-            total = np.sum([replica.get(fragment) for replica in living], axis=0, dtype=np.float64)
-            means.append((total / len(living)).astype(np.float32))
-        return means
+        fragments = range(self.settings.fragments)
+        return [np.mean([replica.get(p) for replica in living], axis=0, dtype=np.float32) for p in fragments]
 
     def _make_replica(self, step_time: float) -> ModelReplica:
         replica = ModelReplica(self.shop)
@@ -94,7 +92,7 @@ class LearningSimulation(Simulation):
         """Rounds become rarer when peers claim to be slower."""
         inner = self.config.inner
         ratio = inner.lr / inner_learning_rate(inner, max(self.now, inner.warmup_steps))
-        return super()._rate(sim) / min(MAX_GROWTH, ratio**self.settings.growth)
+        return super()._rate(sim) / min(MAX_GROWTH, math.pow(ratio, self.settings.growth))
 
     # ------------------------------------------------------------------ what is measured
 
