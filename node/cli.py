@@ -17,6 +17,7 @@ import typer
 
 from stretto.node.cli_bench import bench
 from stretto.node.cli_plan import plan
+from stretto.node.cli_simulate import simulate
 from stretto.protocol.errors import StrettoError
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench, name="bench")
+app.command()(simulate)
 
 _debug = False
 

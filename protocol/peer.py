@@ -6,7 +6,7 @@ A driver (``stretto.node.swarm.exchange`` with sockets, ``stretto.protocol.simul
 another thread, ``Over`` reports a finished round, ``Repair`` wants a state from elsewhere.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -214,7 +214,7 @@ class Peer:
         return len(self.diloco.fragments)
 
     def set_roster(
-        self, candidates: Sequence[bytes], expected: Sequence[bytes], resigned: Sequence[bytes] = ()
+        self, candidates: Collection[bytes], expected: Collection[bytes], resigned: Collection[bytes] = ()
     ) -> None:
         """Other peers that may coordinate, those that a coordinator waits for, and those that vote no more."""
         self._candidates, self._expected = frozenset(candidates), frozenset(expected)

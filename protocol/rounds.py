@@ -22,6 +22,7 @@ Rules:
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import lru_cache
 
 from stretto.protocol import messages as m
 from stretto.protocol.actions import (
@@ -60,8 +61,14 @@ class Phase(Enum):
 
 def rendezvous_order(run: bytes, fragment: int, round: int, peers: Sequence[bytes]) -> list[bytes]:
     """Peers in the order in which they serve as coordinator of this round: highest random weight first."""
+    return list(_rendezvous_order(run, fragment, round, tuple(peers)))
+
+
+@lru_cache(maxsize=8)
+def _rendezvous_order(run: bytes, fragment: int, round: int, peers: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    # Kept, since in a simulation all peers ask for the same order, one digest for each of them.
     place = [run, fragment.to_bytes(4, "big"), round.to_bytes(8, "big")]
-    return sorted(peers, key=lambda peer: digest("rendezvous", [*place, peer]), reverse=True)
+    return tuple(sorted(peers, key=lambda peer: digest("rendezvous", [*place, peer]), reverse=True))
 
 
 class Round:

@@ -72,6 +72,8 @@ class SimPeer:
     """Step at which each fragment's last contribution left."""
     seen: dict[bytes, float] = field(default_factory=dict)
     """When each other peer's roster record was renewed last."""
+    roster: frozenset[bytes] | None = None
+    """Who is there, as it was told last."""
     asked: list[Effect] = field(default_factory=list)
     """Requests to other peers that are still open."""
     overlaps: list[int] = field(default_factory=list)

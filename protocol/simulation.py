@@ -21,6 +21,7 @@ from stretto.protocol import messages as m
 from stretto.protocol.actions import Aborted, Committed, Rules, Send
 from stretto.protocol.config import RunConfig
 from stretto.protocol.errors import ConfigError, RemoteProtocolError
+from stretto.protocol.outer import Vector
 from stretto.protocol.peer import Effect, FetchFrom, Over, PartWork, Peer, PushAverageTo, PushTo, Repair, Work
 from stretto.protocol.schedule import Clock, fragment_of
 from stretto.protocol.simnet import Arrival, Network
@@ -40,7 +41,9 @@ class Simulation:
     the time limits of a round; by default they follow from the step times and ``window``. With ``expiry`` peers know
     each other by roster records that are renewed once per interval and hold so long; without, they know at once who is
     there. ``clients`` are the numbers of peers that others cannot reach: they coordinate and reduce nothing.
-    ``ids`` are the peers' ids, made up by default. Sums run in their order: repeating a real run takes its ids.
+    ``ids`` are the peers' ids, made up by default. Sums run in their order: repeating a real run takes its ids. With
+    ``hears`` each peer hears of the clocks and chains of so many others per interval, drawn anew, where all of all
+    would be the square of their number: enough for news to spread through any swarm in a few intervals.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Simulation:
         expiry: float | None = None,
         clients: Collection[int] = (),
         ids: Sequence[bytes] | None = None,
+        hears: int | None = None,
     ) -> None:
         self.clients = frozenset(clients)
         self.ids = tuple(ids) if ids is not None else tuple(peer_id(index) for index in range(len(replicas)))
@@ -66,7 +70,7 @@ class Simulation:
                 f"{len(replicas)} replicas need as many different peer ids, {len(set(self.ids))} are given"
             )
         self.config, self.network, self.random = config, network or Network(), random.Random(seed)
-        self.work_time, self.expiry = work_time, expiry
+        self.work_time, self.expiry, self.hears = work_time, expiry, hears
         self.now = 0.0
         self.over: list[tuple[int, Over]] = []
         self.refused: list[tuple[int, str]] = []
@@ -101,12 +105,15 @@ class Simulation:
         return Peer(
             me=me,
             config=self.config,
-            diloco=StreamingDiLoCo(self.config, initial),
+            diloco=self._make_diloco(initial),
             rules=self.rules,
             sign=lambda message: self._sign(me, message),
             verify=verify,
             can_coordinate=index not in self.clients,
         )
+
+    def _make_diloco(self, initial: Sequence[Vector]) -> StreamingDiLoCo:
+        return StreamingDiLoCo(self.config, initial)
 
     def _sign(self, me: bytes, message: bytes) -> bytes:
         return signature(me, message)
@@ -156,7 +163,7 @@ class Simulation:
         sim.peer, sim.replica = self._make_peer(index, replica), replica
         sim.alive = sim.joining = True
         sim.steps, sim.next_round, sim.slow, sim.skew = 0, 0, 1.0, 0.0
-        sim.left_at, sim.seen, sim.asked, sim.tick_at = {}, {}, [], None
+        sim.left_at, sim.seen, sim.asked, sim.tick_at, sim.roster = {}, {}, [], None, None
         self._join_run(sim, {})
 
     def freeze(self, index: int) -> None:
@@ -258,8 +265,8 @@ class Simulation:
         if reason is None:
             sim.left_at[fragment] = sim.steps
             contribution = self._leave(sim, fragment)
-            rate, uplink = 1 / (sim.step_time * sim.slow), float(sim.index not in self.clients)
-            patience, now = self._patience(sim), self.local(sim)
+            uplink, patience, now = float(sim.index not in self.clients), self._patience(sim), self.local(sim)
+            rate = self._rate(sim)
             effects = sim.peer.depart(round, contribution, rate=rate, patience=patience, uplink=uplink, now=now)
         else:
             effects = [Over(round, fragment, Aborted(reason), False, 0.0)]
@@ -268,6 +275,10 @@ class Simulation:
     def _leave(self, sim: SimPeer, fragment: int) -> Contribution:
         return sim.peer.diloco.leave(fragment, sim.replica.get(fragment))
 
+    def _rate(self, sim: SimPeer) -> float:
+        """Inner steps per unit of time that the peer reports; the clock follows their mean."""
+        return 1 / (sim.step_time * sim.slow)
+
     def _patience(self, sim: SimPeer) -> float:
         return self.config.outer.tau_max * sim.step_time * sim.slow
 
@@ -275,7 +286,7 @@ class Simulation:
 
     def _renew_rosters(self) -> None:
         """All records are renewed; a cut or a frozen peer keeps its own from doing so."""
-        for sim in self.peers:
+        for sim in self.peers if self.expiry is not None else ():
             for other in self.peers:
                 if self._hears(sim, other):
                     sim.seen[other.peer.me] = self.now
@@ -284,14 +295,26 @@ class Simulation:
         self._refresh_rosters()
 
     def _refresh_rosters(self) -> None:
+        if self.expiry is None:
+            self._share_roster()
+            return
         for sim in self.peers:
             others = [other for other in self.peers if other is not sim and self._listed(sim, other)]
             candidates = [other.peer.me for other in others if other.index not in self.clients]
             sim.peer.set_roster(candidates, [other.peer.me for other in others])
 
+    def _share_roster(self) -> None:
+        """All know the same peers: the list is made once, and handed only to whom it is new."""
+        listed = [sim for sim in self.peers if sim.alive and not sim.joining]
+        everybody = frozenset(sim.peer.me for sim in listed)
+        candidates = frozenset(sim.peer.me for sim in listed if sim.index not in self.clients)
+        for sim in self.peers:
+            if sim.roster != everybody:
+                sim.roster = everybody
+                sim.peer.set_roster(candidates - {sim.peer.me}, everybody - {sim.peer.me})
+
     def _listed(self, sim: SimPeer, other: SimPeer) -> bool:
-        if self.expiry is None:
-            return other.alive and not other.joining
+        assert self.expiry is not None
         return self.now - sim.seen.get(other.peer.me, -2 * self.expiry) <= self.expiry
 
     def _hears(self, sim: SimPeer, other: SimPeer) -> bool:
@@ -302,10 +325,16 @@ class Simulation:
         """What the roster does among real peers: all hear of each other's clock and chains now and then."""
         self._renew_rosters()
         for sim in self.peers:
-            for other in self.peers:
+            for other in self._speakers():
                 if self._hears(sim, other):
                     self._hear(sim, other)
         self._at(self.now + self.clock().interval, 1, self._gossip)
+
+    def _speakers(self) -> Sequence[SimPeer]:
+        """Of whom a peer hears in this interval."""
+        if self.hears is None or self.hears >= len(self.peers):
+            return self.peers
+        return self.random.sample(self.peers, self.hears)
 
     def _hear(self, sim: SimPeer, other: SimPeer) -> None:
         weights = [tip.weight for tip in other.peer.tips()]

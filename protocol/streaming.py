@@ -206,7 +206,7 @@ class StreamingDiLoCo:
             out=self.empty(size),
             norms=[member.norm for member in members],
         )
-        return self._step(fragment, average)
+        return self.outer_step(fragment, average)
 
     def reduce_part(self, members: Sequence[Member], slices: Sequence[bytes | memoryview], numel: int) -> bytes:
         """The encoded average of ``numel`` values, from the members' slices in peer-id order; reads no state.
@@ -230,10 +230,10 @@ class StreamingDiLoCo:
         for part in parts:
             self.down.decode_add(payloads[part.payload], 1.0, average[start : part.stop])
             start = part.stop
-        return self._step(fragment, average)
+        return self.outer_step(fragment, average)
 
-    def _step(self, fragment: int, average: Vector) -> Reduced:
-        """The outer step from an average, (n,) float32, whose memory becomes the new momentum's."""
+    def outer_step(self, fragment: int, average: Vector) -> Reduced:
+        """The outer step from an average, (n,) float32, whose memory becomes the new momentum's; on copies."""
         state = self.fragments[fragment]
         anchor, momentum = outer.nesterov(
             state.anchor,
@@ -302,11 +302,14 @@ class StreamingDiLoCo:
         state.merge_with = state.shift = None
         return result
 
-    def come_back(self, fragment: int, local: Vector) -> Vector:
-        """New local weights, (n,) float32, from the present ones and the pending result; clears it."""
+    def come_back(self, fragment: int, local: Vector, alpha: float | None = None) -> Vector:
+        """New local weights, (n,) float32, from the present ones and the pending result; clears it.
+
+        ``alpha`` takes the place of the run's, for experiments.
+        """
         result = self.take_result(fragment)
         if result.anchor is not None:
-            local = outer.merge(local, result.anchor, self.config.outer.alpha)
+            local = outer.merge(local, result.anchor, self.config.outer.alpha if alpha is None else alpha)
         if result.shift is not None:
             local = local + result.shift
         return local

@@ -66,7 +66,12 @@ HOMES: dict[str, tuple[str, ...]] = {
     "safetensors": ("node/checkpoint.py", "node/export.py"),
     "tensorboard": ("node/metrics/*",),
     "tokenizers": ("node/data/tokenizer.py", "node/export.py"),
-    "tomli": ("protocol/config.py", "protocol/toml.py", "node/config.py"),  # tomllib, for Python 3.10
+    "tomli": (
+        "protocol/config.py",
+        "protocol/toml.py",
+        "node/config.py",
+        "node/simulate/config.py",
+    ),  # tomllib, for Python 3.10
     "torch": ("protocol/*", "node/*"),  # not the bootstrap: it holds no weights
     "transformers": ("node/model.py", "node/data/tokenizer.py", "node/export.py"),
     "trio": ("node/doctor_probe.py",),
