@@ -70,6 +70,6 @@ VOLUME ["/data"]
 EXPOSE 4001
 USER 1000:1000
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=30s --timeout=30s --start-period=10m --retries=3 CMD ["stretto", "status"]
+HEALTHCHECK --interval=30s --timeout=60s --start-period=10m --retries=3 CMD ["stretto", "status"]
 ENTRYPOINT ["stretto"]
 CMD ["--help"]

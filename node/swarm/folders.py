@@ -17,8 +17,8 @@ def own_folder(folder: Path, *, parents: bool) -> None:
         ) from None
     if os.statvfs(folder).f_flag & os.ST_RDONLY:
         raise ConfigError(
-            f"data dir {folder} is on a file system that is mounted read-only. Choose another one with --data-dir; in a "
-            f"container put a volume there: docker run -v stretto:{folder} ..."
+            f"data dir {folder} is on a file system that is mounted read-only. Choose another one with --data-dir; in "
+            f"a container put a volume there: docker run -v stretto:{folder} ..."
         )
     if not os.access(folder, os.W_OK | os.X_OK):
         owner, me = folder.stat().st_uid, f"{os.getuid()}:{os.getgid()}"

@@ -68,6 +68,7 @@ def daemon() -> Iterator[Daemon]:
     """A docker daemon for the time of the block; DOCKER_HOST points to it. Failed if none can be started."""
     os.environ["DOCKER_BUILDKIT"] = "0"  # Debian's docker.io has no buildx
     os.environ["COMPOSE_DOCKER_CLI_BUILD"] = "0"
+    os.environ["COMPOSE_HTTP_TIMEOUT"] = "600"  # version 1 gives up on a slow daemon after a minute
     if _answers():
         say("using the docker daemon that runs here")
         yield Daemon(False, (), *_about())

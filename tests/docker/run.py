@@ -17,7 +17,7 @@ from typing import Any
 from tests.docker import image, quick, scenes, users
 from tests.docker.machine import daemon, install
 from tests.docker.project import inspect
-from tests.docker.shell import Failed, say
+from tests.docker.shell import PATIENCE, Failed, say
 
 TAG, LINE_TAG = "stretto:docker-test", "stretto-line:docker-test"
 
@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="folder for the unpacked Debian, to be quick the next time")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through every `finally`
-    report: dict[str, Any] = {"passed": False, "only": options.only}
+    report: dict[str, Any] = {"passed": False, "only": options.only, "patience": PATIENCE}
     began = time.monotonic()
     try:
         report["installed"] = install()

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.docker.project import Project, inspect, stop
-from tests.docker.shell import SLOW, Failed, need, run, say, until
+from tests.docker.shell import PATIENCE, SLOW, Failed, need, run, say, until
 
+QUICK = "../tests/docker/quick.yaml"
 NODES = ("node1", "node2", "node3", "node4")
 
 
@@ -25,7 +26,7 @@ def _up(project: Project, *services: str, limit: float = SLOW) -> Iterator[None]
 
 def swarm(variables: Mapping[str, str]) -> dict[str, Any]:
     """A bootstrap peer and four nodes: rounds, a kill, the end of the bootstrap peer, an orderly stop."""
-    project = Project(f"stretto-test-{os.getpid()}", ["compose.yaml", "../tests/docker/small_shm.yaml"], variables)
+    project = Project(f"stretto-test-{os.getpid()}", ["compose.yaml", QUICK], variables)
     report: dict[str, Any] = {}
     began = time.monotonic()
     with _up(project):
@@ -87,11 +88,11 @@ def _kill(project: Project) -> dict[str, Any]:
     project.await_status(
         "bootstrap", lambda s: s["swarm"]["peers"] == 3, "a killed node is gone from the roster", limit=300
     )
-    began = time.monotonic()
+    began, started = time.monotonic(), time.time()
     run(["docker", "start", project.container("node3")])
     after = project.await_status(
-        "node3",
-        lambda s: s["state"] == "training" and _commits(s) > _commits(before),
+        "node3",  # whose status of the earlier life is still there at first
+        lambda s: s["time"] > started and s["state"] == "training" and _commits(s) > _commits(before),
         "a restarted node trains, with newer commits",
         limit=SLOW,
     )
@@ -106,7 +107,7 @@ def _kill(project: Project) -> dict[str, Any]:
 
 def _without_bootstrap(project: Project) -> dict[str, Any]:
     """The bootstrap peer ends; rounds go on, and each node knows the three others."""
-    seconds, code = stop(project.container("bootstrap"), grace=30)
+    seconds, code = stop(project.container("bootstrap"), grace=int(30 * PATIENCE))
     need(code == 0, f"the bootstrap peer ended with {code}")
     before = {name: _commits(project.status(name)) for name in NODES}
     after, peers = {}, set()
@@ -126,9 +127,9 @@ def _without_bootstrap(project: Project) -> dict[str, Any]:
 
 def _stop(project: Project) -> dict[str, Any]:
     """`docker stop` of a node that trains."""
-    seconds, code = stop(project.container("node4"), grace=120)
+    seconds, code = stop(project.container("node4"), grace=int(120 * PATIENCE))
     need(code == 0, f"node4 ended with {code} after `docker stop`")
-    need(seconds < 10, f"node4 took {seconds} s to end after `docker stop`")
+    need(seconds < 10 * PATIENCE, f"node4 took {seconds} s to end after `docker stop`")
     say(f"`docker stop` of a node took {seconds} s")
     return {"seconds": seconds, "exit_code": code}
 
@@ -140,7 +141,7 @@ def two_projects(variables: Mapping[str, str]) -> dict[str, Any]:
     ).split()[-1]
     first = Project(
         f"stretto-first-{os.getpid()}",
-        ["compose.yaml", "compose.public.yaml"],
+        ["compose.yaml", "compose.public.yaml", QUICK],
         {**variables, "PUBLIC_IP": address, "BOOTSTRAP_PORT": "14001", "NODE1_PORT": "14011", "START_PEERS": "2"},
     )
     with _up(first, "bootstrap", "node1"):
@@ -180,7 +181,7 @@ def chaos(variables: Mapping[str, str]) -> dict[str, Any]:
     """The chaos overlay holds a node's CPU, memory and uplink, and rounds commit all the same."""
     project = Project(
         f"stretto-chaos-{os.getpid()}",
-        ["compose.yaml", "compose.chaos.yaml"],
+        ["compose.yaml", "compose.chaos.yaml", QUICK],
         {**variables, "START_PEERS": "2", "UPLINK": "2mbit", "MEMORY": "1500m"},
     )
     with _up(project, "bootstrap", "node1", "node2", "line1", "line2"):

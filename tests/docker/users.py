@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.docker.project import inspect, status, stop
-from tests.docker.shell import SLOW, Failed, need, run, until
+from tests.docker.shell import PATIENCE, SLOW, Failed, need, run, until
 
 ALONE = ("docker", "run", "--rm", "--network", "none")
 
@@ -109,9 +109,9 @@ def _serve(words: list[str], name: str) -> dict[str, Any]:
     try:
         found = until(serving, f"{name}: serving", limit=SLOW, logs=logs) or {}
         need(found["pid"] == 1, f"{name}: the program is process {found['pid']}, not 1")
-        seconds, code = stop(container, grace=30)
+        seconds, code = stop(container, grace=int(30 * PATIENCE))
         need(code == 0, f"{name}: ended with {code} after SIGTERM\n{logs()}")
-        need(seconds < 10, f"{name}: took {seconds} s to end after SIGTERM")
+        need(seconds < 10 * PATIENCE, f"{name}: took {seconds} s to end after SIGTERM")
         return {"stop_seconds": seconds, "exit_code": code}
     finally:
         run(["docker", "rm", "-f", container])
