@@ -9,10 +9,10 @@ STAMP := $(VENV)/.set-up-done
 SOURCES := protocol node bootstrap tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test chaos chaos-short check format clean
+.PHONY: help demo test chaos chaos-short docker-base docker-test docker-short check format clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  ARGS='...' is handed to the command: make test ARGS='tests/protocol -x', make demo ARGS='--peers 3'"
 
 demo: $(STAMP) ## train a small model with a swarm of peers on this machine
@@ -36,6 +36,15 @@ chaos: $(STAMP) ## real peers behind slow lines, killed, stopped, coming and goi
 chaos-short: $(STAMP) ## the same in three minutes, each fault once, as root
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos/test_chaos.py --capture=no $(ARGS)
 
+docker-base: ## stand-in base images, for machines that reach no image registry, as root
+	docker/base.sh $(ARGS)
+
+docker-test: $(STAMP) ## build the image and let swarms of containers run, as root; report in docker-report.json
+	$(BIN)/python -m tests.docker.run $(ARGS)
+
+docker-short: $(STAMP) ## start docker and read the compose files, in a minute, as root
+	$(BIN)/python -m tests.docker.run --only quick $(ARGS)
+
 check: $(STAMP) ## formatting, lint, types
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
@@ -46,7 +55,7 @@ format: $(STAMP) ## rewrite the files as `make check` wants them
 	$(BIN)/ruff check --fix $(SOURCES)
 
 clean: ## remove the virtual environment and everything that was built
-	rm -rf $(VENV) build dist chaos-reports protocol/*.so src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist chaos-reports docker-report.json protocol/*.so src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # One stamp for all that installation depends on. It is written last: a set-up that broke off is done again.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.bootstrap.monitor import Monitor
+from stretto.node.ports import check_announce
 from stretto.node.swarm.clock import SwarmClock
 from stretto.node.swarm.dht_time import set_dht_time
 from stretto.node.swarm.host import Host, HostConfig, HostError, socket_dir
@@ -20,6 +21,7 @@ from stretto.node.swarm.records import SignedRecords, roster_key
 from stretto.node.swarm.roster import Roster
 from stretto.node.swarm.runs import answer_run, sign_run, wait_closed_by_client
 from stretto.node.swarm.streams import Reader, Writer, bulk_name, read_message, serve, write_message
+from stretto.node.swarm.summary import summarize
 from stretto.node.swarm.time_keeper import TimeKeeper, answer_time
 from stretto.protocol import messages as m
 from stretto.protocol.config import RunConfig
@@ -40,6 +42,10 @@ class BootstrapConfig:
     port: int
     announce: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for address in self.announce:
+            check_announce(address)
 
 
 class Bootstrap:
@@ -121,6 +127,15 @@ class Bootstrap:
         while True:
             await asyncio.sleep(seconds)
             say(self.monitor.line(self.roster.peers))
+
+    def tell(self) -> dict[str, Any]:
+        """The status file's fields."""
+        return {
+            "state": "serving",
+            "doing": f"run {self.run.name!r}",
+            "addresses": list(self.host.addresses),
+            "swarm": summarize(self.run, self.run.digest(), self.roster.peers),
+        }
 
     async def close(self) -> None:
         """Stop."""

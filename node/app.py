@@ -39,9 +39,10 @@ from stretto.node.parts import (
     make_peer,
     open_data,
 )
-from stretto.node.ports import probe_port
+from stretto.node.ports import doubt_reach, in_container, probe_port
 from stretto.node.runfile import check_expected
 from stretto.node.saving import Saver
+from stretto.node.statusfile import StatusFile
 from stretto.node.stopping import StopSignal
 from stretto.node.swarm.chainlog import ChainLog
 from stretto.node.swarm.clock import SwarmClock
@@ -58,6 +59,7 @@ from stretto.node.swarm.records import SignedRecords, roster_key
 from stretto.node.swarm.roster import Roster
 from stretto.node.swarm.runs import check_run, fetch_run
 from stretto.node.swarm.sockets import SocketMeter
+from stretto.node.swarm.summary import summarize
 from stretto.node.swarm.thread import NetworkThread, Stopped
 from stretto.node.swarm.time_keeper import TimeKeeper
 from stretto.node.swarm.traffic import TrafficWatch
@@ -106,6 +108,8 @@ class Network:
     known: KnownPeers | None = None
     reached: list[str] = field(default_factory=list)
     """Addresses of bootstrap and remembered peers that answered at the start."""
+    status: StatusFile | None = None
+    """What this node says of itself to whoever asks on this machine."""
 
     def open(self, identity: Identity, invite: Invite) -> Host:
         """Start the daemon, reach a bootstrap peer or one met before, and take over the swarm's time."""
@@ -122,6 +126,9 @@ class Network:
         validator = SignedRecords(identity, [roster_key(invite.run)], self.clock.now)
         self.host = self.thread.call(Host.start(identity, host_config, validator), stopping=self.stopping)
         self.console.say(f"listening at {', '.join(self.host.addresses)}")
+        doubt = doubt_reach(config.port, config.announce, self.host.addresses, container=in_container())
+        if doubt is not None and not config.client_mode:
+            self.console.say(doubt)
         addresses = self.bootstraps = [a for a in invite.addresses if not a.endswith(identity.peer_id)]
         if not addresses:
             raise ConfigError(
@@ -178,8 +185,12 @@ def run_node(invite_text: str, config: NodeConfig, console: Console, stopping: S
     with IdentityLock(config.key_file):
         probe_port(config.host, config.port)
         network = Network(config, console, stopping)
+        status = network.status = StatusFile(
+            config.data_dir, "node", identity.peer_id, lambda: {"state": "starting", "doing": console.status()}
+        )
         try:
             console.start_status(config.seconds_per_status)
+            network.thread.start(status.keep())
             host = network.open(identity, invite)
             signed = network.fetch_run(host, invite)
             run = check_run(signed, invite)
@@ -197,6 +208,7 @@ def run_node(invite_text: str, config: NodeConfig, console: Console, stopping: S
         finally:
             network.close()
             console.close()
+            status.write(state="ended")
 
 
 @dataclass
@@ -312,6 +324,8 @@ class Node:
         resumed = self._resume()
         call(self.member.enter(), stopping=stopping)
         watches = [self.network.thread.start(work) for work in (self._watch_daemon(), self._watch_resources())]
+        if self.network.status is not None:
+            self.network.status.tell = self.tell
         try:
             self.console.say("measuring the speed of this machine")
             step_seconds = self.trainer.rehearse(REHEARSAL)
@@ -529,6 +543,20 @@ class Node:
             f"{rate * self.run.inner.tokens_per_step:,.0f} tokens/s, tau {progress.tau}, {peers} other peer(s), "
             f"{len(exchange.committed)} rounds committed, {len(exchange.aborted)} aborted{used}; {swarm}{alone}"
         )
+
+    def tell(self) -> dict[str, Any]:
+        """The status file's fields: from the network thread."""
+        member, host = self.member, self.member.host
+        peers = {
+            **member.roster.peers,
+            host.identity.peer_id_bytes: member.own_record(VERSION, self.config.client_mode),
+        }
+        return {
+            "state": member.progress.state,
+            "doing": self.console.status(),
+            "addresses": list(host.addresses),
+            "swarm": summarize(self.run, self.run.digest(), peers),
+        }
 
     def report(self, *, evaluated: bool) -> dict[str, Any]:
         """What this node did, as plain values."""

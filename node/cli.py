@@ -33,6 +33,8 @@ app.add_typer(bench, name="bench")
 app.command()(simulate)
 
 _debug = False
+_all_closed = False
+"""Set by the long-running commands when they have ended in order and nothing is left to be done."""
 
 DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder for identity, caches and state.")]
 
@@ -50,7 +52,14 @@ def main() -> None:
         if hasattr(error, "show") and hasattr(error, "exit_code"):
             _usage(error)
         _fail(f"internal error: {type(error).__name__}: {error}. Run again with --debug and report what it prints")
-    sys.exit(code if isinstance(code, int) else 0)
+    code = code if isinstance(code, int) else 0
+    if _all_closed:
+        # Taking the interpreter down with torch and hivemind in it costs another 1.5 s of CPU time, which on a busy
+        # machine is the grace period of whoever asked this process to stop.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _usage(error: Any) -> NoReturn:
@@ -133,8 +142,8 @@ def new(
 def bootstrap(
     file: Annotated[Path, typer.Argument(help="The run.toml to serve.")],
     data_dir: DataDir = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option(help="TCP port; 0 takes any free one.")] = 0,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="TCP port; 0 takes any free one.")] = None,
     announce: Annotated[list[str] | None, typer.Option(help="Multiaddr to announce; may be repeated.")] = None,
     peer: Annotated[list[str] | None, typer.Option(help="Another bootstrap peer of this run.")] = None,
     invite_file: Annotated[Path | None, typer.Option(help="Also write the invite here.")] = None,
@@ -142,31 +151,39 @@ def bootstrap(
 ) -> None:
     """Serve a run: an entry for peers that publishes the run config, prints the invite, and does not train."""
     from stretto.bootstrap.cli import BootstrapConfig, serve_run
-    from stretto.node.config import default_data_dir
+    from stretto.node.config import default_data_dir, load_node_config
     from stretto.node.console import Console
     from stretto.node.runfile import read_run
     from stretto.node.stopping import StopSignal
     from stretto.protocol.invite import check_address
 
+    if data_dir is None and "STRETTO_DATA_DIR" not in os.environ:
+        data_dir = default_data_dir() / "bootstrap"
+    # Where it listens and keeps its things is set as for a node, by flags or the same variables.
+    place = load_node_config(
+        {"data_dir": data_dir, "host": host, "port": port, "announce": announce}, environment=os.environ
+    )
     run = read_run(file)
     stopping = StopSignal()
     stopping.install()
     if exit_with_stdin:
         stopping.follow_stdin()
     config = BootstrapConfig(
-        data_dir=(data_dir or default_data_dir() / "bootstrap").absolute(),
-        host=host,
-        port=port,
-        announce=tuple(announce or ()),
+        data_dir=place.data_dir,
+        host=place.host,
+        port=place.port,
+        announce=place.announce,
         peers=tuple(check_address(address) for address in peer or ()),
     )
     serve_run(run, config, Console(), stopping.event, invite_file)
-    raise typer.Exit(stopping.exit_code)
+    raise _end(stopping.exit_code)
 
 
 @app.command()
 def join(
-    invite: Annotated[str, typer.Argument(help="The invite that the run's operator gave you.")],
+    invite: Annotated[
+        str | None, typer.Argument(help="The invite that the run's operator gave you, or @FILE; or in STRETTO_INVITE.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with any of these settings.")] = None,
     data_dir: DataDir = None,
     identity: Annotated[Path | None, typer.Option(help="Key file; default is in the data dir.")] = None,
@@ -205,20 +222,34 @@ def join(
 ) -> None:
     """Join a run and train: all that a volunteer needs is the invite."""
     flags = {key: value for key, value in locals().items() if key not in ("invite", "config", "exit_with_stdin")}
-    from stretto.node.config import load_node_config
-    from stretto.protocol.invite import Invite
-
-    Invite.parse(invite)
-    node_config = load_node_config(flags, environment=os.environ, file=config)
-    from stretto.node.app import run_node
+    from stretto.node.config import load_node_config, refuse_ranks
     from stretto.node.console import Console
+    from stretto.node.invites import VARIABLE, await_invite
     from stretto.node.stopping import StopSignal
 
-    stopping = StopSignal()
+    refuse_ranks(os.environ)
+    node_config = load_node_config(flags, environment=os.environ, file=config)
+    stopping, console = StopSignal(), Console()
     stopping.install()
     if exit_with_stdin:
         stopping.follow_stdin()
-    raise typer.Exit(run_node(invite, node_config, Console(), stopping))
+    parsed = await_invite(
+        invite or os.environ.get(VARIABLE),
+        say=console.say,
+        wait=stopping.event.wait,
+        patience=node_config.join_timeout,
+    )
+    if parsed is None:
+        raise typer.Exit(stopping.exit_code)
+    from stretto.node.app import run_node
+
+    raise _end(run_node(str(parsed), node_config, console, stopping))
+
+
+def _end(code: int) -> typer.Exit:
+    global _all_closed
+    _all_closed = True
+    return typer.Exit(code)
 
 
 @app.command()
@@ -256,14 +287,22 @@ def demo(
 
 @app.command()
 def status(
-    invite: Annotated[str, typer.Argument(help="The run's invite.")],
+    invite: Annotated[str | None, typer.Argument(help="A run's invite, or @FILE.")] = None,
+    data_dir: DataDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a bootstrap peer.")] = 15.0,
 ) -> None:
-    """Show who is in a run and how far it is."""
-    from stretto.protocol.invite import Invite
+    """Show who is in a run and how far it is; without an invite, how the node on this machine is.
 
-    parsed = Invite.parse(invite)
+    Without an invite it reads what the node or bootstrap peer with this data dir says of itself, opens no connection,
+    and ends with 1 unless that process is there and does its work: for health checks.
+    """
+    if invite is None:
+        _local_status(data_dir, as_json)
+        return
+    from stretto.node.invites import read_invite
+
+    parsed = read_invite(invite)
     from stretto.node.swarm.summary import look, render
     from stretto.node.swarm.thread import NetworkThread
 
@@ -273,6 +312,18 @@ def status(
     finally:
         thread.close()
     print(json.dumps(summary) if as_json else render(summary))
+
+
+def _local_status(data_dir: Path | None, as_json: bool) -> None:
+    from stretto.node.statusfile import check_well, in_words, read_status
+
+    if data_dir is None:
+        from stretto.node.config import load_node_config
+
+        data_dir = load_node_config({}, environment=os.environ).data_dir
+    found = read_status(data_dir)
+    print(json.dumps(found) if as_json else in_words(found))
+    check_well(found)
 
 
 @app.command()
@@ -287,9 +338,9 @@ def doctor(
     """Check this machine, and whether the swarm answers."""
     from stretto.node.config import default_data_dir
     from stretto.node.doctor import render, run_doctor
-    from stretto.protocol.invite import Invite
+    from stretto.node.invites import read_invite
 
-    parsed = Invite.parse(invite) if invite else None
+    parsed = read_invite(invite) if invite else None
     found = run_doctor(
         parsed.addresses if parsed else (),
         data_dir=data_dir or default_data_dir(),

@@ -18,6 +18,7 @@ from typing import Any
 
 import platformdirs
 
+from stretto.node.ports import check_announce
 from stretto.node.rates import Rate, check_rate, parse_rate
 from stretto.node.sizes import parse_size
 from stretto.node.swarm.crowd import check_limit
@@ -29,7 +30,7 @@ else:
     import tomli as tomllib
 
 PREFIX = "STRETTO_"
-NOT_KEYS = frozenset({"STRETTO_DEBUG"})
+NOT_KEYS = frozenset({"STRETTO_DEBUG", "STRETTO_INVITE"})
 """Variables with the prefix that belong to the command line itself."""
 
 LEAST_MONTH = 10**6
@@ -133,11 +134,7 @@ class NodeConfig:
         require(self.checkpoints >= 1, f"checkpoints is {self.checkpoints}, at least 1 must be kept")
         require(0 <= self.pace <= 600, f"pace is {self.pace}, it must be in 0..600 seconds")
         for address in self.announce:
-            parts = address.split("/")
-            require(
-                len(parts) >= 5 and parts[0] == "" and parts[3] in ("tcp", "udp") and parts[4] not in ("", "0"),
-                f"announce address {address!r} is not of the form /ip4/HOST/tcp/PORT with a port that is not 0",
-            )
+            check_announce(address)
 
     @property
     def log_bytes(self) -> int:
@@ -235,6 +232,21 @@ def _without_none(kind: Any) -> Any:
         (inner,) = (arg for arg in typing.get_args(kind) if arg is not type(None))
         return inner
     return kind
+
+
+def refuse_ranks(environment: Mapping[str, str]) -> None:
+    """ConfigError if a launcher such as torchrun has started several processes as one node.
+
+    Each would be a peer of its own and average with its neighbour over the internet, and all but one would find the
+    identity in use.
+    """
+    ranks = environment.get("WORLD_SIZE", "1")
+    if "LOCAL_RANK" in environment and ranks != "1":
+        raise ConfigError(
+            f"a launcher (torchrun?) has started {ranks} processes of this node, but a node is one process and trains "
+            "on one device. Start `stretto join` by itself. For a second GPU start a second node with its own "
+            "--data-dir, --port and --device cuda:1: it is a peer of its own, and sends as much as the first"
+        )
 
 
 def describe(config: NodeConfig) -> dict[str, str]:

@@ -38,6 +38,11 @@ def choose_device(name: str, console: Console) -> torch.device:
         chosen = available[1] if len(available) > 1 else "cpu"
         if chosen == "cpu":
             console.say("WARNING no GPU found, training on the CPU")
+        elif len(available) > 2 and chosen.startswith("cuda"):
+            console.say(
+                f"WARNING of {', '.join(available[1:])} only {chosen} is used: a node trains on one GPU. Another node "
+                "may use another one, with its own --data-dir, --port and --device"
+            )
         return torch.device(chosen)
     if name not in available and not (name == "cuda" and len(available) > 1):
         raise ConfigError(f"device {name!r} is not available; this machine has {', '.join(available)}")

@@ -1,4 +1,4 @@
-"""Is a TCP port free, and if not, who holds it?
+"""Is a TCP port free, and if not, who holds it? And may an address be announced?
 
 The libp2p daemon listens with SO_REUSEPORT: on a busy port it starts without any error and then shares the incoming
 connections with the other program, so some joins reach the wrong one. Hence the port is tried first, with a bind that
@@ -6,12 +6,17 @@ does not share. On Linux the holder is found in ``/proc``: ``net/tcp`` and ``net
 10) for a local port, and ``PID/fd`` tells which process has ``socket:[inode]`` open (proc(5)).
 
 A busy port is an error, never a reason to take another one: nobody has opened that other one in the router.
+
+An announced address is where others dial, so it names a real host and a real port. Behind a router, or in a container
+whose port is published, both differ from what the process itself sees, and nobody but its owner can know them.
 """
 
 import errno
+import ipaddress
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,3 +141,60 @@ def _command(folder: Path) -> str:
     if not text:
         return "command unknown"
     return text if len(text) <= _MAX_COMMAND_CHARS else text[: _MAX_COMMAND_CHARS - 3] + "..."
+
+
+def check_announce(address: str) -> str:
+    """``address`` if others could dial it, such as /ip4/203.0.113.5/tcp/4001 or /dns4/node.example.org/tcp/4001.
+
+    Raises ConfigError that says what is wrong: the form, port 0, or a host that means "any" (0.0.0.0).
+    """
+    parts = address.split("/")
+    if not (len(parts) >= 5 and parts[0] == "" and parts[2] and parts[3] in ("tcp", "udp") and _is_port(parts[4])):
+        raise ConfigError(
+            f"announce address {address!r} is not of the form /ip4/HOST/tcp/PORT with a port that is not 0"
+        )
+    family, host = parts[1:3]
+    if family in ("ip4", "ip6"):
+        try:
+            found = (ipaddress.IPv4Address if family == "ip4" else ipaddress.IPv6Address)(host)
+        except ValueError:
+            raise ConfigError(f"announce address {address!r}: {host!r} is not an {family} address") from None
+        if found.is_unspecified:
+            raise ConfigError(
+                f"announce address {address!r} cannot be dialled: {host} means any address of this machine. Announce "
+                "the one that others use; --host is where to listen"
+            )
+    elif family not in ("dns", "dns4", "dns6"):
+        raise ConfigError(
+            f"announce address {address!r} begins with {family!r}, it must be ip4, ip6, dns, dns4 or dns6"
+        )
+    return address
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and 0 < int(text) < 65536
+
+
+def in_container() -> bool:
+    """Whether this process runs in a container of docker or podman."""
+    return Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
+
+
+def doubt_reach(port: int, announce: Sequence[str], listening: Sequence[str], *, container: bool) -> str | None:
+    """A warning if others will hardly reach what this process tells them, else None.
+
+    ``port`` is the one in the config, 0 for any; ``listening`` are the addresses that the process sees of itself.
+    """
+    if announce and not port:
+        return (
+            f"WARNING {', '.join(announce)} is announced, but with --port 0 this process listens on a port that "
+            "changes at every start: nothing can be forwarded to it. Choose a fixed --port"
+        )
+    if container and not announce:
+        seen = sorted({address.split("/")[2] for address in listening if "/127.0.0.1/" not in address})
+        return (
+            f"WARNING this process runs in a container and announces {', '.join(seen) or 'no address'}, which only "
+            "containers of the same network can reach. Publish the port, and announce the address that others dial, "
+            "with --announce or STRETTO_ANNOUNCE; without a published port use --client-mode"
+        )
+    return None

@@ -36,7 +36,14 @@ EDGES: dict[str, tuple[str, ...]] = {
     "node": ("stretto.protocol",),
     # node.swarm: what a peer that trains and one that does not both need of hivemind (DHT, identity, roster, streams).
     # node.console, node.ports: how a program of Stretto talks to people and refuses a busy port.
-    "bootstrap": ("stretto.protocol", "stretto.node.swarm", "stretto.node.console", "stretto.node.ports"),
+    # node.statusfile: what it says of itself to a health check.
+    "bootstrap": (
+        "stretto.protocol",
+        "stretto.node.swarm",
+        "stretto.node.console",
+        "stretto.node.ports",
+        "stretto.node.statusfile",
+    ),
 }
 
 # File -> what it may import besides, but only inside a function.

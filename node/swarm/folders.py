@@ -15,11 +15,17 @@ def own_folder(folder: Path, *, parents: bool) -> None:
             f"data dir {folder} cannot be made: {error.strerror}. Make the folder above it, or choose another one "
             "with --data-dir"
         ) from None
-    if not os.access(folder, os.W_OK):
-        owner = folder.stat().st_uid
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
         raise ConfigError(
-            f"data dir {folder} belongs to uid {owner} and cannot be written by uid {os.getuid()}. Change its owner, "
-            "or choose another one with --data-dir"
+            f"data dir {folder} is on a file system that is mounted read-only. Choose another one with --data-dir; in "
+            f"a container put a volume there: docker run -v stretto:{folder} ..."
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        owner, me = folder.stat().st_uid, f"{os.getuid()}:{os.getgid()}"
+        raise ConfigError(
+            f"data dir {folder} belongs to uid {owner} and cannot be written by uid {os.getuid()}. Change its owner "
+            f"(chown -R {me} {folder}; for a container the folder of this machine that is mounted there), or choose "
+            "another one with --data-dir"
         )
 
 

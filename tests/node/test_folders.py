@@ -1,10 +1,13 @@
 """Folders and files that a program makes for itself: whole, private, or refused with the cure."""
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from stretto.node.demo import DemoConfig, run_demo
+from stretto.node.swarm import folders
 from stretto.node.swarm.folders import own_folder, write_whole
 from stretto.protocol.errors import ConfigError
 
@@ -28,6 +31,22 @@ def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("x")
     with pytest.raises(ConfigError, match=r"cannot be made: File exists"):
         own_folder(tmp_path / "data", parents=True)
+
+
+def test_a_folder_of_somebody_else_is_refused_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Root may write anywhere, so the system's answer is replaced.
+    monkeypatch.setattr(folders.os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match=rf"data dir {tmp_path} belongs to uid \d+ .*chown -R \d+:\d+ {tmp_path}"):
+        own_folder(tmp_path, parents=False)
+
+
+def test_a_file_system_that_is_read_only_is_no_question_of_owners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = SimpleNamespace(f_flag=os.ST_RDONLY)
+    monkeypatch.setattr(folders.os, "statvfs", lambda _: status)
+    with pytest.raises(ConfigError, match=r"mounted read-only\. .*--data-dir.*volume"):
+        own_folder(tmp_path, parents=False)
 
 
 def test_a_file_is_written_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:

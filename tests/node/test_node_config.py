@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stretto.node.config import NodeConfig, default_data_dir, describe, load_node_config
+from stretto.node.config import NodeConfig, default_data_dir, describe, load_node_config, refuse_ranks
 from stretto.protocol.errors import ConfigError
 
 
@@ -199,6 +199,19 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     latin.write_bytes(b'device = "\xe4"')
     with pytest.raises(ConfigError, match=r"latin\.toml cannot be read"):
         load_node_config({}, environment={}, file=latin)
+
+
+def test_a_node_is_one_process() -> None:
+    """Case R4: under a launcher every local process would be a peer that averages over the internet."""
+    refuse_ranks({})
+    refuse_ranks({"LOCAL_RANK": "0", "WORLD_SIZE": "1"})
+    refuse_ranks({"WORLD_SIZE": "8"})  # of a job that this is not part of
+    with pytest.raises(ConfigError, match=r"has started 2 processes of this node.*--data-dir, --port and --device"):
+        refuse_ranks({"LOCAL_RANK": "1", "WORLD_SIZE": "2"})
+
+
+def test_the_invite_may_stand_in_the_environment(tmp_path: Path) -> None:
+    assert load(tmp_path, STRETTO_INVITE="@/invite/invite") == NodeConfig()
 
 
 def test_a_config_can_be_described() -> None:

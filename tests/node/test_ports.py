@@ -1,4 +1,4 @@
-"""Ports: a busy one is an error that names the port, the option and the holder; a free one is no error."""
+"""Ports: a busy one is an error that names port, option and holder. Announced addresses: can they be dialled?"""
 
 import os
 import socket
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.node.ports import PortOwner, free_port, port_owner, probe_port
+from stretto.node.ports import PortOwner, check_announce, doubt_reach, free_port, port_owner, probe_port
 from stretto.protocol.errors import ConfigError
 
 
@@ -135,3 +135,56 @@ def test_a_command_line_is_made_safe_to_print(tmp_path: Path) -> None:
 
 def test_without_proc_the_holder_stays_unknown(tmp_path: Path) -> None:
     assert port_owner(8080, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "/ip4/203.0.113.5/tcp/4001",
+        "/ip4/172.18.0.3/tcp/14001",
+        "/ip6/2001:db8::5/tcp/4001",
+        "/dns4/bootstrap/tcp/4001",
+        "/dns/node.example.org/tcp/65535",
+        "/ip4/203.0.113.5/udp/4001/quic",
+    ],
+)
+def test_an_address_that_others_can_dial_may_be_announced(address: str) -> None:
+    assert check_announce(address) == address
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("/ip4/203.0.113.5/tcp/0", "with a port that is not 0"),
+        ("/ip4/203.0.113.5/tcp/65536", "with a port that is not 0"),
+        ("/ip4/203.0.113.5/tcp/http", "is not of the form"),
+        ("/ip4/203.0.113.5", "is not of the form"),
+        ("/dns4//tcp/4001", "is not of the form"),
+        ("203.0.113.5:4001", "is not of the form"),
+        ("", "is not of the form"),
+        ("/ip4/0.0.0.0/tcp/4001", "0.0.0.0 means any address of this machine"),
+        ("/ip6/::/tcp/4001", ":: means any address of this machine"),
+        ("/ip4/203.0.113.500/tcp/4001", "'203.0.113.500' is not an ip4 address"),
+        ("/ip6/203.0.113.5/tcp/4001", "'203.0.113.5' is not an ip6 address"),
+        ("/ip/203.0.113.5/tcp/4001", "begins with 'ip', it must be"),
+    ],
+)
+def test_an_address_that_nobody_can_dial_is_refused(address: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_announce(address)
+    assert message in str(caught.value)
+
+
+def test_addresses_that_others_will_hardly_reach_are_doubted() -> None:
+    inner = ["/ip4/127.0.0.1/tcp/4001/p2p/x", "/ip4/172.18.0.3/tcp/4001/p2p/x"]
+    public = ["/ip4/203.0.113.5/tcp/14001"]
+    assert doubt_reach(4001, [], inner, container=False) is None
+    assert doubt_reach(0, [], inner, container=False) is None
+    assert doubt_reach(4001, public, public, container=True) is None
+    alone = doubt_reach(4001, [], inner, container=True)
+    assert alone is not None
+    assert "announces 172.18.0.3, which only containers" in alone
+    assert "STRETTO_ANNOUNCE" in alone
+    moving = doubt_reach(0, public, public, container=False)
+    assert moving is not None
+    assert "/ip4/203.0.113.5/tcp/14001 is announced, but with --port 0" in moving
