@@ -65,7 +65,7 @@ class LearningSimulation(Simulation):
         """The mean of the living replicas' local weights by fragment, (n,) float32."""
         living = [sim.replica for sim in self.peers if sim.alive]
         fragments = range(self.settings.fragments)
-        return [np.mean([replica.get(p) for replica in living], axis=0, dtype=np.float32) for p in fragments]
+        return [np.stack([replica.get(p) for replica in living]).mean(axis=0, dtype=np.float32) for p in fragments]
 
     def _make_replica(self, step_time: float) -> ModelReplica:
         replica = ModelReplica(self.shop)
