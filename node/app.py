@@ -411,7 +411,8 @@ class Node:
                 self._note(report)
                 self._evaluate_if_due()
                 self.saver.save_if_due()
-                if ended.is_set() or stopping() or (self.lockstep is not None and self.lockstep.done):
+                # In lockstep the last round is over before its result is merged.
+                if stopping() or (ended.is_set() if self.lockstep is None else self.lockstep.done):
                     break
         self.train_seconds = time.monotonic() - began
         self.sync.come_back()
