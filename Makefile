@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up-done
 SOURCES := protocol node bootstrap tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test chaos chaos-short docker-base docker-test docker-short check format clean
+.PHONY: help demo test test-slow chaos chaos-short docker-base docker-test docker-short check format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,10 +22,13 @@ demo: $(STAMP) ## train a small model with a swarm of peers on this machine
 test: $(STAMP) ## run the tests
 ifeq ($(strip $(ARGS)),)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not integration"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "integration and not slow"
 else
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 endif
+
+test-slow: $(STAMP) ## the tests that take minutes each
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
 
 chaos: $(STAMP) ## real peers behind slow lines, killed, stopped, coming and going: 100 minutes, as root; reports in chaos-reports/
 	@mkdir -p chaos-reports

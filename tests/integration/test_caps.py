@@ -8,6 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
 from stretto.node.swarm import crowd
 from stretto.node.swarm.host import Host, HostConfig
 from stretto.node.swarm.identity import load_or_create
@@ -34,6 +36,7 @@ def used(node: Process) -> int:
     return int(event["month_up"] + event["month_down"])
 
 
+@pytest.mark.slow
 def test_a_node_pauses_when_its_monthly_cap_says_so(lab: Lab) -> None:
     _, invite = lab.bootstrap(lab.write_run(micro_run(lab.corpus, inner_steps=60, window=5.0)))
     capped_flags = ("--monthly-cap", f"{CAP // 10**6}MB", "--seconds-per-status", "2")

@@ -27,6 +27,7 @@ def lockstep_demo(lab: Lab, *taus: int, rounds: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_four_real_peers_and_the_simulation_end_with_the_same_bits(lab: Lab) -> None:
     # tau 0 merges at the departure; with tau 3 the next round departs before the result of the last one is merged
@@ -58,6 +59,7 @@ def _no_sample_was_read_twice(folder: Path) -> None:
     assert seen
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_when_a_peer_dies_the_others_end_and_say_why(lab: Lab) -> None:
     _, invite = lab.bootstrap(lab.write_run(micro_run(lab.corpus)))
