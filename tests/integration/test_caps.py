@@ -62,7 +62,8 @@ def test_a_node_pauses_when_its_monthly_cap_says_so(lab: Lab) -> None:
     reading = meter.look()
     assert reading is not None
     day = CAP / 28
-    assert reading.up + reading.down < 1.1 * day + 2 * entry["round_bytes"]
+    # A day's worth, and what was under way or seen too late: some rounds of a run with one every few seconds.
+    assert reading.up + reading.down < 1.1 * day + 5 * entry["round_bytes"]
     assert used(capped) <= reading.up + reading.down + 50_000  # what it counts is what the kernel says
     for node in (*free, capped):
         node.signal(signal.SIGTERM)
