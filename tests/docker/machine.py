@@ -27,6 +27,8 @@ PROGRAMS = {
 }
 """Program -> the package of Debian that has it. iptables comes with docker.io where recommended packages do."""
 
+BRIDGE = Path("/sys/class/net/docker0")
+FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
 START = 90.0
 
 ATTEMPTS: tuple[tuple[str, ...], ...] = ((), ("--storage-driver=vfs",), ("--storage-driver=vfs", "--iptables=false"))
@@ -76,7 +78,7 @@ def daemon() -> Iterator[Daemon]:
     if os.geteuid() != 0:
         raise Failed("no docker daemon answers, and starting one needs root")
     folder = Path(tempfile.mkdtemp(prefix="docker-test-"))
-    before = os.environ.get("DOCKER_HOST")
+    before, network = os.environ.get("DOCKER_HOST"), Network.now()
     try:
         process, flags = _start(folder)
         try:
@@ -84,12 +86,41 @@ def daemon() -> Iterator[Daemon]:
         finally:
             _stop(process)
     finally:
+        network.restore()
         if before is None:
             os.environ.pop("DOCKER_HOST", None)
         else:
             os.environ["DOCKER_HOST"] = before
         _unmount(folder)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Network:
+    """What dockerd changes in this machine's network and leaves behind: a bridge, rules, forwarding."""
+
+    bridge: bool
+    rules: str
+    forwarding: str
+
+    @classmethod
+    def now(cls) -> "Network":
+        """As it is before dockerd starts."""
+        return cls(BRIDGE.exists(), run(["iptables-save"]), FORWARDING.read_text(encoding="ascii"))
+
+    def restore(self) -> None:
+        """Take back what was changed since then."""
+        if not self.bridge and BRIDGE.exists():
+            run(["ip", "link", "delete", BRIDGE.name])
+        if run(["iptables-save"]) != self.rules:
+            # Tables that nobody used before are in no save file: they are emptied first.
+            for table in ("filter", "nat"):
+                run(["iptables", "-t", table, "-F"])
+                run(["iptables", "-t", table, "-X"])
+            run(["iptables", "-P", "FORWARD", "ACCEPT"])
+            subprocess.run(["iptables-restore"], input=self.rules.encode(), check=True)
+        if FORWARDING.read_text(encoding="ascii") != self.forwarding:
+            FORWARDING.write_text(self.forwarding, encoding="ascii")
 
 
 def _start(folder: Path) -> tuple["subprocess.Popen[bytes]", tuple[str, ...]]:
