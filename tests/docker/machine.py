@@ -55,6 +55,10 @@ def install() -> list[str]:
     return names
 
 
+class CannotStart(Failed):
+    """Docker is installed, and its daemon does not run on this machine."""
+
+
 @dataclass(frozen=True)
 class Daemon:
     """A docker daemon that answers. ``flags`` are those beyond the usual ones, if it was started here."""
@@ -145,7 +149,7 @@ def _start(folder: Path) -> tuple["subprocess.Popen[bytes]", tuple[str, ...]]:
         _stop(process)
         why = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
         say(f"dockerd {' '.join(flags)} does not come up:\n{why}")
-    raise Failed(f"dockerd is installed but cannot be started on this machine:\n{why}")
+    raise CannotStart(f"dockerd is installed but cannot be started on this machine:\n{why}")
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.docker import image, quick, scenes, users
-from tests.docker.machine import daemon, install
+from tests.docker.machine import CannotStart, daemon, install
 from tests.docker.project import inspect
 from tests.docker.shell import PATIENCE, Failed, say
 
@@ -40,7 +40,7 @@ def main() -> int:
             check(report, options.only, options.keep or Path(folder), options.image)
         report["passed"] = True
     except Failed as error:
-        report["error"] = str(error)
+        report |= {"error": str(error), "dockerd_cannot_start": isinstance(error, CannotStart)}
         say(f"FAILED: {error}")
     report["wall_seconds"] = round(time.monotonic() - began, 1)
     options.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
