@@ -190,10 +190,11 @@ def doubt_reach(port: int, announce: Sequence[str], listening: Sequence[str], *,
             f"WARNING {', '.join(announce)} is announced, but with --port 0 this process listens on a port that "
             "changes at every start: nothing can be forwarded to it. Choose a fixed --port"
         )
-    if container and not announce:
-        seen = sorted({address.split("/")[2] for address in listening if "/127.0.0.1/" not in address})
+    # Loopback alone is meant to stay on this machine, as in the demo.
+    seen = sorted({address.split("/")[2] for address in listening if "/127.0.0.1/" not in address})
+    if container and not announce and seen:
         return (
-            f"WARNING this process runs in a container and announces {', '.join(seen) or 'no address'}, which only "
+            f"WARNING this process runs in a container and announces {', '.join(seen)}, which only "
             "containers of the same network can reach. Publish the port, and announce the address that others dial, "
             "with --announce or STRETTO_ANNOUNCE; without a published port use --client-mode"
         )

@@ -181,6 +181,7 @@ def test_addresses_that_others_will_hardly_reach_are_doubted() -> None:
     assert doubt_reach(4001, [], inner, container=False) is None
     assert doubt_reach(0, [], inner, container=False) is None
     assert doubt_reach(4001, public, public, container=True) is None
+    assert doubt_reach(4001, [], ["/ip4/127.0.0.1/tcp/4001/p2p/x"], container=True) is None
     alone = doubt_reach(4001, [], inner, container=True)
     assert alone is not None
     assert "announces 172.18.0.3, which only containers" in alone
