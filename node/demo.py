@@ -20,13 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from stretto.node.lockstep import check_lockstep
-from stretto.node.lockstep_simulation import compare_with_simulation
 from stretto.node.presets import demo_run
 from stretto.node.runfile import read_run
 from stretto.node.stopping import stop_signals
@@ -140,6 +137,8 @@ class Swarm:
             inner_steps=config.inner_steps, fragments=config.fragments, seed=config.seed, rounds=config.rounds
         )
         if config.lockstep:
+            from stretto.node.lockstep import check_lockstep
+
             for tau in config.taus:
                 check_lockstep(run, config.peers, tau)
         run_file.write_text(run.to_toml(), encoding="utf-8")
@@ -387,6 +386,10 @@ def make_report(swarm: Swarm, wall: float) -> dict[str, Any]:
 
 def _compare(swarm: Swarm, report: dict[str, Any], console: Console) -> dict[str, Any]:
     """Simulate what the nodes have done in lockstep: whether all bits are equal, and what differs."""
+    import torch
+
+    from stretto.node.lockstep_simulation import compare_with_simulation
+
     whole = len(report["nodes"]) == swarm.config.peers and report["rounds_committed"] == swarm.config.rounds
     if not whole or report["failed"] or report["lost"]:
         return {"simulation_equal": False, "simulation_differences": ["the swarm did not come to its end"]}
