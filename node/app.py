@@ -287,17 +287,7 @@ class Node:
         if isinstance(units, UnitKeeper):
             units.connect(ask=ask, say=member.say)
             member.units = units
-        saver = Saver(
-            CheckpointFiles(folder / "checkpoints", keep=config.checkpoints),
-            every=config.checkpoint_every,
-            run=run.digest(),
-            peer=identity.peer_id_bytes,
-            sync=sync,
-            optimizer=trainer.optimizer,
-            reader=lambda: wire.encode(stream.state()),
-            tokens=lambda: member.progress.tokens,
-            say=member.say,
-        )
+        saver = _make_saver(run, identity, config, trainer, sync, member, folder)
         return cls(
             run,
             config,
@@ -614,6 +604,28 @@ class Node:
             "device": str(self.trainer.device),
             "weights": [weights_digest(model.gather(p)).hex() for p in range(len(model.specs))],
         }
+
+
+def _make_saver(
+    run: RunConfig,
+    identity: Identity,
+    config: NodeConfig,
+    trainer: Trainer,
+    sync: Sync,
+    member: Member,
+    folder: Path,
+) -> Saver:
+    return Saver(
+        CheckpointFiles(folder / "checkpoints", keep=config.checkpoints),
+        every=config.checkpoint_every,
+        run=run.digest(),
+        peer=identity.peer_id_bytes,
+        sync=sync,
+        optimizer=trainer.optimizer,
+        reader=lambda: wire.encode(trainer.stream.state()),
+        tokens=lambda: member.progress.tokens,
+        say=member.say,
+    )
 
 
 def _make_lockstep(run: RunConfig, config: NodeConfig, fragments: int, network: Network) -> Lockstep | None:

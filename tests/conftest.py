@@ -13,6 +13,8 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Whoever ends the tests with SIGTERM, as `timeout` and CI do, ends what they started too: through the fixtures.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 NEED_ROOT = ("test_chaos.py",)

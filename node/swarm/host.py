@@ -90,10 +90,33 @@ class Host:
 
     @classmethod
     async def start(cls, identity: Identity, config: HostConfig, validator: RecordValidatorBase) -> "Host":
-        """Launch p2pd and the DHT node. HostError names the phase in which it failed."""
+        """Launch p2pd and the DHT node. HostError names the phase in which it failed.
+
+        A start that fails or is given up leaves neither a daemon nor its sockets.
+        """
+        made: list[P2P] = []
+        _clean(config.socket_dir)
+        try:
+            return await cls._start(identity, config, validator, made)
+        except BaseException:
+            ending = asyncio.ensure_future(_end(made, config.socket_dir))
+            while not ending.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.shield(ending)
+            raise
+
+    @classmethod
+    async def _start(
+        cls, identity: Identity, config: HostConfig, validator: RecordValidatorBase, made: list[P2P]
+    ) -> "Host":
+        def remember(p2p: P2P) -> None:
+            # create() hands nothing out before the daemon is ready.
+            P2P.__init__(p2p)
+            made.append(p2p)
+
         folder = config.socket_dir
-        _clean(folder)
         own = {
+            "__init__": remember,
             "_UNIX_SOCKET_PREFIX": f"/unix{folder.resolve()}/",
             "DHT_MODE_MAPPING": {**P2P.DHT_MODE_MAPPING, "server": {"dhtServer": 1, "relayService": 0}},
         }
@@ -117,7 +140,6 @@ class Host:
         except (P2PDaemonError, OSError, ValueError) as error:
             raise HostError(f"starting the network daemon (p2pd): {error}") from None
         if p2p.peer_id.to_base58() != identity.peer_id:
-            await p2p.shutdown()
             raise HostError(f"the network daemon runs as {p2p.peer_id}, not as {identity.peer_id}")
         close_failed_streams(p2p)
         node = await DHTNode.create(p2p=p2p, record_validator=validator, wait_timeout=5)
@@ -257,6 +279,14 @@ class Host:
         _clean(self.config.socket_dir)
         with contextlib.suppress(OSError):
             self.config.socket_dir.rmdir()
+
+
+async def _end(daemons: Sequence[P2P], folder: Path) -> None:
+    """Stop daemons that may not have come up, and remove their sockets."""
+    for p2p in daemons:
+        with contextlib.suppress(asyncio.TimeoutError, P2PDaemonError, OSError):
+            await asyncio.wait_for(p2p.shutdown(), CLOSE_TIMEOUT)
+    _clean(folder)
 
 
 async def dial_any(
