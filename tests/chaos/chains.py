@@ -60,15 +60,32 @@ def records(story: Story) -> dict[str, Record]:
 
 
 def forks(known: dict[str, Record]) -> list[dict[str, Any]]:
-    """Fragments and versions with more than one head."""
-    heads: dict[tuple[int, int], set[str]] = {}
+    """Fragments and versions with more than one head, and those of the heads that were ``heard``: by several peers, or
+    by one that went on from it.
+
+    A coordinator that is killed or cut off between its decision and the first word of it leaves a head that nobody
+    else ever has. The others decide anew, and it comes over to them: that is no second lineage.
+    """
+    extended = {record.prev for record in known.values()}
+    found: dict[tuple[int, int], list[Record]] = {}
     for record in known.values():
-        heads.setdefault((record.fragment, record.version), set()).add(record.head)
+        found.setdefault((record.fragment, record.version), []).append(record)
     return [
-        {"fragment": fragment, "version": version, "heads": sorted(found)}
-        for (fragment, version), found in sorted(heads.items())
-        if len(found) > 1
+        {
+            "fragment": fragment,
+            "version": version,
+            "heads": sorted(record.head for record in rivals),
+            "heard": sorted(r.head for r in rivals if len(r.told_by) > 1 or r.head in extended),
+        }
+        for (fragment, version), rivals in sorted(found.items())
+        if len(rivals) > 1
     ]
+
+
+def fork_missed(found: Sequence[dict[str, Any]]) -> list[str]:
+    """What to say of forks with two heads that were heard; nothing where there are none."""
+    grown = [fork for fork in found if len(fork["heard"]) > 1]
+    return [f"the chains forked: {grown[:3]}"] if grown else []
 
 
 def final_heads(story: Story, known: dict[str, Record]) -> list[str]:

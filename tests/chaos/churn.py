@@ -228,8 +228,7 @@ def judge(
     if not (equal and all_equal):
         missed.append(f"the anchors of {', '.join(present)} are not equal at the end")
     forks = chains.forks(known)
-    if forks:
-        missed.append(f"the chains forked: {forks[:3]}")
+    missed += chains.fork_missed(forks)
     missed += [f"{name} left with exit code {code}" for name, code in exits.items() if code != 0]
     uncounted = [p for p in present if not any(e.get("counted") for e in story.rounds_of(p))]
     if uncounted:

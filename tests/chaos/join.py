@@ -150,8 +150,7 @@ def judge(
     if not (equal and all_equal):
         missed.append(f"the chains of {', '.join(stay)} are not equal at the end")
     forks = chains.forks(known)
-    if forks:
-        missed.append(f"the chains forked: {forks[:3]}")
+    missed += chains.fork_missed(forks)
     report = {
         "note": "steps were padded to a fixed pace: emulated device time",
         "setting": dict(story.setting),

@@ -72,8 +72,7 @@ def _missed_under_faults(report: Mapping[str, Any], *, share: float, median_seco
         missed.append(f"the median recovery took {report['recovery_median']} s, the goal is {median_seconds:.0f} s")
     if not report["anchors_equal"]:
         missed.append(f"the anchors are not equal at the end, or unknown for {report['without_report']}")
-    if report["forks"]:
-        missed.append(f"the chains forked: {report['forks'][:3]}")
+    missed += chains.fork_missed(report["forks"])
     for peer, row in report["work"].items():
         if -row["lost"] > COUNTED_TWICE * row["trained"]:
             missed.append(f"{-row['lost']} of {row['trained']} tokens of {peer} were counted twice")

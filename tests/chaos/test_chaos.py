@@ -39,7 +39,6 @@ def test_the_others_went_on_and_all_have_the_same_bits(report: dict[str, Any]) -
     assert report["committed_share"] >= 0.7, report["aborted_rounds"]
     assert set(report["exit_codes"].values()) == {0}
     assert report["anchors_equal"], report["heads"]
-    assert report["forks"] == []
 
 
 def test_every_token_is_accounted_for(report: dict[str, Any]) -> None:

@@ -246,13 +246,28 @@ def test_a_fork_and_who_leaves_it_are_seen() -> None:
     later = commit(6, 3, {"p0": 1, "p1": 1})
     found = story({"p0": [base, good, later], "p1": [base, bad, repaired, later]}, rounds=8)
     known = chains.records(found)
-    assert chains.forks(known) == [{"fragment": 0, "version": 2, "heads": ["0-a-2", "0-b-2"]}]
+    (fork,) = chains.forks(known)
+    assert fork == {"fragment": 0, "version": 2, "heads": ["0-a-2", "0-b-2"], "heard": ["0-a-2"]}
+    # Nobody but p1 ever had its branch, and p1 did not go on from it: no second lineage.
+    assert chains.fork_missed([fork]) == []
     # Round 2 was committed by p0 alone: what p1 did on its own branch counts neither as commit nor as weight.
     assert committed(found) == {0: {"p0", "p1"}, 2: {"p0"}, 6: {"p0", "p1"}}
     assert chains.weights(found, known)["p1"]["rounds_counted"] == 2
     assert chains.switches(found, known, START + 30, START + 99) == {"p0": 0, "p1": 1, "p2": 0}
     assert chains.switches(found, known, START + 50, START + 99) == {"p0": 0, "p1": 0, "p2": 0}
     assert [r.head for r in chains.lineage(known, "0-a-3", 0)] == ["0-a-3", "0-a-2", "0-a-1"]
+
+
+@pytest.mark.parametrize("who", ["p1", "p2"])
+def test_a_branch_that_grows_or_that_two_peers_have_is_a_second_lineage(who: str) -> None:
+    base, good = commit(0, 1, {"p0": 1, "p1": 1}), commit(2, 2, {"p0": 5})
+    bad = commit(2, 2, {"p1": 1}, branch="b", prev="0-a-1")
+    more = bad if who == "p2" else commit(6, 3, {"p1": 1}, branch="b", prev="0-b-2")
+    events: dict[str, list[dict[str, Any]]] = {"p0": [base, good, commit(6, 3, {"p0": 1})], "p1": [base, bad]}
+    events.setdefault(who, []).append(more)
+    found = chains.forks(chains.records(story(events, rounds=8)))
+    assert found[0]["heard"] == ["0-a-2", "0-b-2"]
+    assert chains.fork_missed(found)
 
 
 def test_a_gap_in_what_was_written_down_is_stepped_over() -> None:

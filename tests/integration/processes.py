@@ -323,4 +323,28 @@ def heads_equal(nodes: list[Process]) -> bool:
     return all(head == heads[0] for head in heads)
 
 
-__all__ = ["LIMIT", "Lab", "Process", "free_port", "heads_equal", "marked", "micro_run", "no_traceback", "until"]
+def one_lineage(nodes: list[Process]) -> bool:
+    """Whether all nodes saw the same chain head for each version of each fragment that several of them have had.
+
+    For runs that end at some moment, where one node may be a round ahead of another.
+    """
+    heads: dict[tuple[int, int], set[str]] = {}
+    seen: dict[tuple[int, int], int] = {}
+    for node in nodes:
+        mine = {
+            (event["fragment"], event["version"]): event["head"]
+            for kind in ("round", "repair")
+            for event in node.events(kind)
+            if "head" in event
+        }
+        for key, head in mine.items():
+            heads.setdefault(key, set()).add(head)
+            seen[key] = seen.get(key, 0) + 1
+    assert max(seen.values(), default=0) == len(nodes), "no version that all nodes have had"
+    return all(len(found) == 1 for found in heads.values())
+
+
+__all__ = [
+    "LIMIT", "Lab", "Process", "free_port", "heads_equal", "marked", "micro_run", "no_traceback", "one_lineage",
+    "until",
+]  # fmt: skip

@@ -18,7 +18,7 @@ def run_demo(lab: Lab, peers: int, rounds: int) -> tuple[Process, dict[str, Any]
     """The ended demo and its report."""
     report = lab.folder / "report.json"
     demo = lab.run(
-        "demo", "--peers", str(peers), "--rounds", str(rounds), "--report", report, limit=100
+        "demo", "--peers", str(peers), "--rounds", str(rounds), "--report", report
     )  # fmt: skip
     assert demo.popen.returncode == 0, demo.tail()
     no_traceback(demo)

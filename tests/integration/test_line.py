@@ -141,7 +141,7 @@ def slow_link(rate: str) -> Iterator[tuple[str, str]]:
             command(*inside, "link", "set", "lo", "up")
             command(
                 "tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf",
-                "rate", rate, "burst", "64kb", "latency", "400ms",
+                "rate", rate, "burst", "16kb", "latency", "400ms",
             )  # fmt: skip
         yield names
 
@@ -205,4 +205,5 @@ def test_control_messages_pass_bulk_data_on_a_slow_link(short: Path) -> None:
     # Nothing is gained by making the bulk data slow.
     assert seconds < 1.25 * seconds_before
     assert statistics.median(before) > 2 * statistics.median(waits)
-    assert uplink == pytest.approx(125_000, rel=0.2)
+    # What the bucket and the queue swallow at once, up to 66 kB of 250, is sent for whoever measures.
+    assert 0.8 * 125_000 < uplink < (1 + 66 / 250) * 1.05 * 125_000
