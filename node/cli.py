@@ -86,9 +86,9 @@ def _columns() -> int:
 
 def _version(value: bool) -> None:
     if value:
-        from importlib.metadata import version
+        from stretto.node.version import VERSION
 
-        print(f"stretto {version('stretto-swarm')}")
+        print(f"stretto {VERSION}")
         raise typer.Exit
 
 

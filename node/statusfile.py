@@ -15,10 +15,10 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from stretto.node.version import VERSION
 from stretto.protocol.errors import ConfigError, StrettoError
 
 EVERY = 5.0
@@ -53,7 +53,7 @@ class StatusFile:
         fields = {
             "time": round(time.time(), 3),
             "pid": os.getpid(),
-            "version": version("stretto-swarm"),
+            "version": VERSION,
             "role": self.role,
             "peer": self.peer,
             **more,

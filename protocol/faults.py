@@ -16,7 +16,7 @@ from typing import Any
 
 from stretto.protocol import messages as m
 from stretto.protocol.actions import Committed, Send
-from stretto.protocol.peer import Effect, Over, PushTo
+from stretto.protocol.effects import Effect, Over, PushTo
 from stretto.protocol.rounds import rendezvous_order
 from stretto.protocol.schedule import fragment_of
 from stretto.protocol.simnet import Arrival

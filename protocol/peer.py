@@ -7,11 +7,8 @@ another thread, ``Over`` reports a finished round, ``Repair`` wants a state from
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from stretto.protocol import messages as m
-from stretto.protocol import outer
 from stretto.protocol.actions import (
     Aborted,
     Action,
@@ -29,147 +26,21 @@ from stretto.protocol.actions import (
     Send,
 )
 from stretto.protocol.chain import Member, SignedRecord, Tip, after, genesis
-from stretto.protocol.codecs import Codec
 from stretto.protocol.config import RunConfig
 from stretto.protocol.digest import payload_digest, state_digest
+from stretto.protocol.effects import Averaged, Effect, FetchFrom, Over, PartWork, PushTo, Repair, Work
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
+from stretto.protocol.heard_clock import HeardClock
+from stretto.protocol.live import LiveRound, decoded_norm
 from stretto.protocol.reduce import MAX_ATTEMPTS
 from stretto.protocol.replay import check_records
 from stretto.protocol.rounds import Round, rendezvous_order
-from stretto.protocol.schedule import Clock, follows, fragment_of
+from stretto.protocol.schedule import Clock, fragment_of
 from stretto.protocol.snapshot import check_manifest
 from stretto.protocol.streaming import Contribution, FragmentState, Reduced, StreamingDiLoCo
 
 NORM_SLACK = 1.5
 """By how much a codec may enlarge a norm: E3M0 rounds 1.5 up to 2."""
-
-
-@dataclass(frozen=True)
-class PushTo:
-    """Send parts of the own contribution to a member: ``Peer.outgoing`` makes the headers and bytes."""
-
-    to: bytes
-    round: int
-    group: bytes
-    contribution: Contribution
-    parts: tuple[tuple[int, int, int], ...]
-    """Number, first value and last value + 1 of each."""
-    numel: int
-
-
-@dataclass(frozen=True)
-class PushAverageTo:
-    """Send an averaged part to a member."""
-
-    to: bytes
-    header: m.Average
-    data: bytes
-
-
-@dataclass(frozen=True)
-class FetchFrom:
-    """Get the bytes with digest ``payload`` from ``source``; report ``fetched`` or ``fetch_failed``.
-
-    They are a contribution, or an averaged part of ``numel`` values.
-    """
-
-    source: bytes
-    round: int
-    payload: bytes
-    numel: int | None
-
-
-@dataclass(frozen=True)
-class Work:
-    """Arithmetic of a round: call ``Peer.reduce(work)``, in any thread, then ``Peer.reduced(work, result, now)``.
-
-    It takes the outer step from ``basis``.
-    """
-
-    round: int
-    fragment: int
-    basis: Basis
-    payloads: Mapping[bytes, bytes]
-
-
-@dataclass(frozen=True)
-class PartWork:
-    """Arithmetic, as ``Work``: the average of ``slices``, of values start..stop, in the order of ``members``."""
-
-    round: int
-    fragment: int
-    group: bytes
-    part: ReducePart
-    slices: tuple[bytes, ...]
-    numel: int
-
-
-@dataclass(frozen=True)
-class Averaged:
-    """What ``PartWork`` comes to: the encoded average and its digest."""
-
-    data: bytes
-    digest: bytes
-
-
-@dataclass(frozen=True)
-class Over:
-    """A round is over for this peer; ``counted`` says whether its own contribution is in the record."""
-
-    round: int
-    fragment: int
-    outcome: Outcome
-    counted: bool
-    seconds: float
-    """From the departure to now."""
-
-
-@dataclass(frozen=True)
-class Repair:
-    """Download the state of ``fragment`` from ``source``; report ``adopt`` or ``repair_failed``."""
-
-    fragment: int
-    source: bytes
-    reason: str
-
-
-Effect: TypeAlias = Send | PushTo | PushAverageTo | FetchFrom | Work | PartWork | Over | Repair
-
-
-@dataclass
-class _Live:
-    """A round that is going on, or is kept a while for those who ask."""
-
-    round: Round
-    departed: float
-    payloads: dict[bytes, bytes]
-    """By digest: contributions, and encoded averages."""
-    owners: set[bytes] = field(default_factory=set)
-    """Whose contributions are here: each member has one, and cannot fill the memory with more."""
-    slices: dict[tuple[bytes, int], bytes] = field(default_factory=dict)
-    """Slices of the others' contributions that are here, by owner and part."""
-    group: bytes | None = None
-    """The group that slices belong to."""
-    contribution: Contribution | None = None
-    reduced: tuple[Basis, Reduced] | None = None
-    installing: SignedRecord | None = None
-    over: bool = False
-
-
-def decoded_norm(codec: Codec, payload: bytes, numel: int) -> float:
-    """L2 norm of an encoded vector, decoded chunk by chunk; RemoteProtocolError if it is malformed."""
-    if len(payload) != codec.nbytes(numel):
-        raise RemoteProtocolError(f"{len(payload)} bytes where {codec.nbytes(numel)} are due")
-    total = 0.0
-    for start in range(0, numel, outer.CHUNK):
-        stop = min(start + outer.CHUNK, numel)
-        total += outer.norm(codec.decode(codec.cut(payload, numel, start, stop), stop - start)) ** 2
-    return float(total**0.5)
-
-
-def _further(clock: Clock, than: Clock) -> bool:
-    """Whether ``clock`` is in force instead of ``than``: that of the later round, of one round the earlier one."""
-    return (clock.round, -clock.at, -clock.interval) > (than.round, -than.at, -than.interval)
 
 
 class Peer:
@@ -192,14 +63,12 @@ class Peer:
     ) -> None:
         self.me, self.config, self.diloco, self.rules = me, config, diloco, rules
         self.run = config.digest()
-        self.clock: Clock | None = None
-        self._sure_clock: Clock | None = None
-        """The latest that a record set here, or the first one: heard clocks must follow it, not only each other."""
+        self._clock = HeardClock()
         self.can_coordinate = can_coordinate
         self.resting: str | None = None
         """Why this peer takes part in no rounds and repairs nothing for now; None if it does. Set by the driver."""
         self._sign, self._verify = sign, verify
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, LiveRound] = {}
         self._candidates: frozenset[bytes] = frozenset()
         self._expected: frozenset[bytes] = frozenset()
         self._resigned: frozenset[bytes] = frozenset()
@@ -207,6 +76,19 @@ class Peer:
         """Fragments that are being downloaded: from whom, and at which version it announced them."""
         self._no_better: set[tuple[int, bytes, int]] = set()
         self._overtaken: list[Effect] = []
+
+    @property
+    def clock(self) -> Clock | None:
+        """When rounds depart; None until the run has begun."""
+        return self._clock.now
+
+    def adopt_clock(self, clock: Clock) -> bool:
+        """Take over a clock that is sure: of a record, or the first one. Whether it is further on than the present."""
+        return self._clock.adopt(clock)
+
+    def adopt_first_clock(self, clocks: Sequence[Clock]) -> None:
+        """Without a clock: take the one that most of the others' clocks fit, the furthest of these."""
+        self._clock.adopt_first(clocks)
 
     @property
     def fragments(self) -> int:
@@ -219,21 +101,6 @@ class Peer:
         """Other peers that may coordinate, those that a coordinator waits for, and those that vote no more."""
         self._candidates, self._expected = frozenset(candidates), frozenset(expected)
         self._resigned = frozenset(resigned)
-
-    def adopt_clock(self, clock: Clock) -> bool:
-        """Take over a clock if it is further on than the present one; of two for one round the earlier one wins."""
-        if self._sure_clock is None or _further(clock, self._sure_clock):
-            self._sure_clock = clock
-        if self.clock is None or _further(clock, self.clock):
-            self.clock = clock
-            return True
-        return False
-
-    def adopt_first_clock(self, clocks: Sequence[Clock]) -> None:
-        """Without a clock: take the one that most of the others' clocks fit, the furthest of these."""
-        if self.clock is None and clocks:
-            fits = {clock: sum(follows(clock, other) for other in clocks) for clock in clocks}
-            self.adopt_clock(max(clocks, key=lambda clock: (fits[clock], clock.round, -clock.at)))
 
     def tips(self) -> list[Tip]:
         """The end of each fragment's chain."""
@@ -265,7 +132,7 @@ class Peer:
         if clock is not None and self.clock is None:
             self.adopt_clock(clock)
         elif clock is not None:
-            self._hear_clock(clock)
+            self._clock.hear(clock)
 
     # ------------------------------------------------------------------ rounds
 
@@ -350,42 +217,8 @@ class Peer:
         if sender not in {member.peer for member in live.round.group.members}:
             return "not a member of the group"
         if isinstance(header, m.Average):
-            return self._wants_average(live, sender, header)
-        return self._wants_slice(live, sender, header)
-
-    def _wants_slice(self, live: _Live, sender: bytes, push: m.Push) -> str | None:
-        parts, numel = live.round.parts, live.round.numel
-        if parts is None:
-            # Not by digest: two peers may contribute the same bytes.
-            if sender in live.owners:
-                return "already here"
-            assert live.round.group is not None
-            if not any((x.peer, x.payload) == (sender, push.payload) for x in live.round.group.members):
-                return "not what the group was told of"
-        else:
-            if push.part not in parts.mine:
-                return f"part {push.part} is not reduced here"
-            if sender == self.me or (sender, push.part) in live.slices:
-                return "already here"
-            start, stop = parts.bounds(push.part)
-            numel = stop - start
-        due = self.diloco.codec.nbytes(numel)
-        return None if push.nbytes == due else f"{push.nbytes} bytes where {due} are due"
-
-    def _wants_average(self, live: _Live, sender: bytes, average: m.Average) -> str | None:
-        parts = live.round.parts
-        if parts is None or average.part >= len(parts.reducers):
-            return "no such part"
-        if average.attempt != parts.attempt:
-            return f"attempt {average.attempt} while {parts.attempt} is going on"
-        # The coordinator passes on the averages of a reducer that was lost.
-        if sender not in (parts.reducers[average.part], live.round.coordinator):
-            return f"part {average.part} is reduced by another peer"
-        if (average.attempt, average.part) in parts.averages:
-            return "already here"
-        start, stop = parts.bounds(average.part)
-        due = self.diloco.down.nbytes(stop - start)
-        return None if average.nbytes == due else f"{average.nbytes} bytes where {due} are due"
+            return live.wants_average(sender, header, down=self.diloco.down)
+        return live.wants_slice(sender, header, me=self.me, codec=self.diloco.codec)
 
     def outgoing(self, effect: PushTo) -> list[tuple[m.Push, bytes]]:
         """Headers and bytes of a push. Heavy; reads only immutable bytes, so any thread may run it."""
@@ -618,7 +451,7 @@ class Peer:
         that heard of versions only would download a state that it then cannot adopt.
         """
         if clock is not None:
-            self._hear_clock(clock)
+            self._clock.hear(clock)
         if self.resting is not None:
             return []
         going = {live.round.fragment for live in self._live.values() if not live.over}
@@ -629,16 +462,6 @@ class Peer:
                 why = f"version {state.tip.version} here, {version} there"
                 effects += self._repair(fragment, source, version, why)
         return effects
-
-    def _hear_clock(self, clock: Clock) -> None:
-        """Take over another peer's clock if it follows the present one, and the last one that is sure.
-
-        With the first condition alone one peer could lead all others to any clock, by a factor at each step.
-        """
-        if self.clock is None or self._sure_clock is None or not _further(clock, self.clock):
-            return
-        if follows(self.clock, clock) and follows(self._sure_clock, clock):
-            self.clock = clock
 
     def _repair(self, fragment: int, source: bytes, version: int, reason: str) -> list[Effect]:
         """Download, but not twice what has proved to be no better."""
@@ -651,7 +474,7 @@ class Peer:
 
     # ------------------------------------------------------------------ inside
 
-    def _step_aside(self, live: _Live | None, join: m.Join) -> m.Redirect | None:
+    def _step_aside(self, live: LiveRound | None, join: m.Join) -> m.Redirect | None:
         """Who sits a round out cannot coordinate it: the next candidate does. None if it can, or there is no other."""
         fragment = fragment_of(join.round, self.fragments)
         if (live is not None and live.contribution is not None) or join.fragment != fragment:
@@ -676,7 +499,7 @@ class Peer:
                 return False
         return abs(message.round - self.clock.next_round(now)) <= 1 and message.fragment not in self.repairing
 
-    def _open(self, round: int) -> _Live:
+    def _open(self, round: int) -> LiveRound:
         live = self._live.get(round)
         if live is not None:
             return live
@@ -685,7 +508,7 @@ class Peer:
         fragment = fragment_of(round, self.fragments)
         self._forget(fragment)
         serving = {self.me} if self.can_coordinate else set()
-        live = _Live(
+        live = LiveRound(
             Round(
                 me=self.me,
                 run=self.run,
@@ -715,7 +538,7 @@ class Peer:
                 reason = "overtaken by a later state of its fragment"
                 self._overtaken.append(Over(round, fragment, Aborted(reason), False, 0.0))
 
-    def _effects(self, live: _Live, actions: Sequence[Action], now: float) -> list[Effect]:
+    def _effects(self, live: LiveRound, actions: Sequence[Action], now: float) -> list[Effect]:
         effects, self._overtaken = self._overtaken, []
         if live.group != live.round.group_id:
             # A new group has other parts: what is here of the last one's is of no use.
@@ -724,60 +547,30 @@ class Peer:
             if isinstance(action, Send):
                 effects.append(action)
             elif isinstance(action, Push):
-                effects.append(self._push(live, action))
+                effects.append(live.push(action))
             elif isinstance(action, PushAverage):
-                effects.append(self._push_average(live, action))
+                effects.append(live.push_average(action))
             elif isinstance(action, Fetch):
                 effects.append(FetchFrom(action.source, live.round.round, action.payload, action.numel))
             elif isinstance(action, ReducePart):
-                effects.append(self._part_work(live, action))
+                effects.append(live.part_work(action, me=self.me, codec=self.diloco.codec))
             elif isinstance(action, Reduce):
-                effects.append(self._work(live, action.basis))
+                effects.append(live.work(action.basis))
             elif isinstance(action, Finish):
                 effects += self._finish(live, action.outcome, now)
         return effects
 
-    def _push(self, live: _Live, action: Push) -> PushTo:
-        assert live.contribution is not None
-        assert live.round.group_id is not None
-        numel, parts = live.round.numel, live.round.parts
-        cuts = tuple((part, *parts.bounds(part)) for part in action.parts) if parts else ((0, 0, numel),)
-        return PushTo(action.to, live.round.round, live.round.group_id, live.contribution, cuts, numel)
-
-    def _push_average(self, live: _Live, action: PushAverage) -> PushAverageTo:
-        assert live.round.parts is not None
-        assert live.round.group_id is not None
-        name = live.round.parts.averages[action.attempt, action.part]
-        data = live.payloads[name]
-        place = (live.round.fragment, live.round.round, live.round.group_id)
-        return PushAverageTo(action.to, m.Average(*place, action.attempt, action.part, name, len(data)), data)
-
-    def _part_work(self, live: _Live, action: ReducePart) -> PartWork:
-        assert live.round.parts is not None
-        assert live.round.group_id is not None
-        start, stop = live.round.parts.bounds(action.part)
-        assert live.contribution is not None
-        mine = self.diloco.codec.cut(live.contribution.payload, live.round.numel, start, stop)
-        others = live.slices
-        slices = tuple(mine if x.peer == self.me else others[x.peer, action.part] for x in action.members)
-        return PartWork(live.round.round, live.round.fragment, live.round.group_id, action, slices, stop - start)
-
-    def _work(self, live: _Live, basis: Basis) -> Work:
-        names = [x.payload for x in (basis.parts or basis.members)]
-        payloads = {name: live.payloads[name] for name in names}
-        return Work(live.round.round, live.round.fragment, basis, payloads)
-
-    def _finish(self, live: _Live, outcome: Outcome, now: float) -> list[Effect]:
+    def _finish(self, live: LiveRound, outcome: Outcome, now: float) -> list[Effect]:
         if isinstance(outcome, Committed):
             live.installing = outcome.signed
             return self._install(live, outcome.signed, now)
         return self._over(live, outcome, False, now)
 
-    def _install(self, live: _Live, signed: SignedRecord, now: float) -> list[Effect]:
+    def _install(self, live: LiveRound, signed: SignedRecord, now: float) -> list[Effect]:
         record = signed.record
         basis = Basis(record.members, record.parts)
         if live.reduced is None or live.reduced[0] != basis:
-            return [] if live.round.state_pending(basis) else [self._work(live, basis)]
+            return [] if live.round.state_pending(basis) else [live.work(basis)]
         if record.prev != self.diloco.fragments[record.fragment].tip.head:
             return self._over(live, Aborted("the fragment was repaired meanwhile"), False, now)
         try:
@@ -787,7 +580,7 @@ class Peer:
         self.adopt_clock(record.clock)
         return self._over(live, Committed(signed), counted, now)
 
-    def _over(self, live: _Live, outcome: Outcome, counted: bool, now: float) -> list[Effect]:
+    def _over(self, live: LiveRound, outcome: Outcome, counted: bool, now: float) -> list[Effect]:
         live.over, live.reduced, live.slices = True, None, {}
         fragment = live.round.fragment
         effects: list[Effect] = [Over(live.round.round, fragment, outcome, counted, max(0.0, now - live.departed))]

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from stretto.protocol.digest import digest
+from stretto.protocol.effects import Effect
 from stretto.protocol.outer import Vector
-from stretto.protocol.peer import Effect, Peer
+from stretto.protocol.peer import Peer
 
 
 class Replica(Protocol):

@@ -20,9 +20,10 @@ import numpy as np
 from stretto.protocol import messages as m
 from stretto.protocol.actions import Aborted, Committed, Rules, Send
 from stretto.protocol.config import RunConfig
+from stretto.protocol.effects import Effect, FetchFrom, Over, PartWork, PushAverageTo, PushTo, Repair, Work
 from stretto.protocol.errors import ConfigError, RemoteProtocolError
 from stretto.protocol.outer import Vector
-from stretto.protocol.peer import Effect, FetchFrom, Over, PartWork, Peer, PushAverageTo, PushTo, Repair, Work
+from stretto.protocol.peer import Peer
 from stretto.protocol.schedule import Clock, fragment_of
 from stretto.protocol.simnet import Arrival, Network
 from stretto.protocol.simpeer import Replica, SimPeer, peer_id, signature, verify

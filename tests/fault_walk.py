@@ -19,10 +19,10 @@ import numpy as np
 from stretto.protocol.actions import Committed, Rules
 from stretto.protocol.chain import CommitRecord, SignedRecord, Tip, after
 from stretto.protocol.digest import state_digest
+from stretto.protocol.effects import Effect, Over, PartWork, Work
 from stretto.protocol.errors import StrettoError
 from stretto.protocol.faults import Fault, FaultySimulation, Moment, Role, Schedule, draw_schedule
 from stretto.protocol.outer import Vector
-from stretto.protocol.peer import Effect, Over, PartWork, Work
 from stretto.protocol.reduce import ALL_GATHER
 from stretto.protocol.simnet import Network
 from stretto.protocol.simulation import SimPeer

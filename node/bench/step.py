@@ -33,7 +33,8 @@ from stretto.protocol.chain import CommitRecord, Member, SignedRecord
 from stretto.protocol.config import DataConfig, InnerConfig, OuterConfig, RunConfig
 from stretto.protocol.digest import PEER_ID_BYTES, payload_digest
 from stretto.protocol.fragments import FragmentedModel, split_model
-from stretto.protocol.peer import Peer, decoded_norm
+from stretto.protocol.live import decoded_norm
+from stretto.protocol.peer import Peer
 from stretto.protocol.schedule import Clock
 from stretto.protocol.streaming import StreamingDiLoCo
 

@@ -45,9 +45,10 @@ from stretto.node.sync import Sync
 from stretto.protocol import messages as m
 from stretto.protocol.actions import Aborted, Committed, Outrun, Send
 from stretto.protocol.chain import Member, SignedRecord
+from stretto.protocol.effects import Effect, FetchFrom, Over, PartWork, PushAverageTo, PushTo, Repair, Work
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
 from stretto.protocol.outer import clips
-from stretto.protocol.peer import Effect, FetchFrom, Over, PartWork, Peer, PushAverageTo, PushTo, Repair, Work
+from stretto.protocol.peer import Peer
 from stretto.protocol.reduce import mean_bytes
 from stretto.protocol.schedule import Clock, fragment_of, plausible
 

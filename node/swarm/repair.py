@@ -33,8 +33,9 @@ from stretto.node.swarm.transfer import Traffic
 from stretto.protocol import messages as m
 from stretto.protocol.chain import SignedRecord, Tip
 from stretto.protocol.codecs import get_codec
+from stretto.protocol.effects import Repair
 from stretto.protocol.errors import RemoteProtocolError, StrettoError
-from stretto.protocol.peer import Peer, Repair
+from stretto.protocol.peer import Peer
 from stretto.protocol.repair import Ledger, Pieces
 from stretto.protocol.replay import Unproven, recompute, sizes
 from stretto.protocol.snapshot import Assembly, chunk_sizes

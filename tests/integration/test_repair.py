@@ -20,7 +20,7 @@ from stretto.node.swarm.repair import Word
 from stretto.node.swarm.thread import NetworkThread
 from stretto.protocol import snapshot
 from stretto.protocol.chain import after
-from stretto.protocol.peer import Repair
+from stretto.protocol.effects import Repair
 from tests.integration.donor_process import CHUNK_BYTES
 from tests.integration.processes import MARK, Lab, Process, micro_run, no_traceback, until
 from tests.node.repair_scene import CHUNKS, CONFIG, NUMEL, Joiner, Net, history

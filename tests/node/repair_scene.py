@@ -28,7 +28,8 @@ from stretto.protocol import messages as m
 from stretto.protocol.chain import SignedRecord
 from stretto.protocol.config import WireConfig
 from stretto.protocol.digest import digest
-from stretto.protocol.peer import Peer, Repair, Work
+from stretto.protocol.effects import Repair, Work
+from stretto.protocol.peer import Peer
 from stretto.protocol.replay import recompute
 from stretto.protocol.rounds import Rules
 from stretto.protocol.schedule import Clock

@@ -10,8 +10,9 @@ from stretto.protocol import messages as m
 from stretto.protocol.actions import Aborted, Committed, Rules, Send
 from stretto.protocol.chain import Member, SignedRecord, Tip, genesis
 from stretto.protocol.digest import digest, payload_digest, state_digest
+from stretto.protocol.effects import FetchFrom, Over, PushTo, Repair, Work
 from stretto.protocol.errors import LocalProtocolError, RemoteProtocolError
-from stretto.protocol.peer import FetchFrom, Over, Peer, PushTo, Repair, Work
+from stretto.protocol.peer import Peer
 from stretto.protocol.reduce import group_digest
 from stretto.protocol.schedule import Clock
 from stretto.protocol.simulation import Simulation, peer_id
@@ -467,7 +468,7 @@ def test_a_clock_that_does_not_follow_is_not_heard() -> None:
 
 def test_without_a_clock_a_single_peers_word_is_not_enough() -> None:
     peer = make()
-    peer.clock = None
+    peer._clock.now = None
     peer.hear(A, Clock(3, 31.0, 11.0), [(0, 0, 0)] * 2)
     assert peer.clock is None
 
@@ -504,7 +505,7 @@ def test_the_first_clock_is_the_one_that_most_others_fit_and_of_these_the_furthe
     honest = [Clock(4, 40.0, 10.0), Clock(5, 50.5, 10.5), Clock(5, 50.2, 10.2)]
     for lie in (Clock(2**39, 1e10, 10.0), Clock(6, 60.0, 500.0)):
         peer = make()
-        peer.clock = None
+        peer._clock.now = None
         peer.adopt_first_clock([lie, *honest])
         assert peer.clock == Clock(5, 50.2, 10.2)
     peer.adopt_first_clock([Clock(9, 90.0, 10.0)])

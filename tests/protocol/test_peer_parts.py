@@ -12,9 +12,11 @@ from stretto.protocol.actions import Rules, Send
 from stretto.protocol.chain import Member, Part
 from stretto.protocol.codecs import CODECS, get_codec
 from stretto.protocol.digest import digest, payload_digest
+from stretto.protocol.effects import Averaged, FetchFrom, PartWork, PushAverageTo, PushTo, Work
 from stretto.protocol.errors import RemoteProtocolError
+from stretto.protocol.live import decoded_norm
 from stretto.protocol.outer import Vector
-from stretto.protocol.peer import Averaged, FetchFrom, PartWork, Peer, PushAverageTo, PushTo, Work, decoded_norm
+from stretto.protocol.peer import Peer
 from stretto.protocol.reduce import MAX_ATTEMPTS, cut_shares, group_digest
 from stretto.protocol.schedule import Clock
 from stretto.protocol.simulation import peer_id

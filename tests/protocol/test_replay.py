@@ -12,8 +12,9 @@ from stretto.protocol.chain import CommitRecord, Member, Part, SignedRecord, Tip
 from stretto.protocol.codecs import get_codec
 from stretto.protocol.config import WireConfig
 from stretto.protocol.digest import digest, payload_digest
+from stretto.protocol.effects import Work
 from stretto.protocol.errors import RemoteProtocolError
-from stretto.protocol.peer import Peer, Work
+from stretto.protocol.peer import Peer
 from stretto.protocol.replay import Unproven, recompute, sizes
 from stretto.protocol.schedule import Clock
 from stretto.protocol.simulation import peer_id

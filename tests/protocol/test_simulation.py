@@ -16,9 +16,9 @@ import torch
 from stretto.protocol import outer
 from stretto.protocol.actions import Aborted, Committed, Outrun
 from stretto.protocol.digest import digest, state_digest
+from stretto.protocol.effects import FetchFrom
 from stretto.protocol.errors import ConfigError
 from stretto.protocol.outer import Vector
-from stretto.protocol.peer import FetchFrom
 from stretto.protocol.rounds import rendezvous_order
 from stretto.protocol.simnet import Arrival, Network
 from stretto.protocol.simulation import Header, Replica, SimPeer, Simulation, peer_id
