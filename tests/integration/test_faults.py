@@ -2,6 +2,8 @@
 
 import signal
 
+import pytest
+
 from tests.integration.processes import Lab, Process, micro_run, no_traceback, one_lineage, until
 
 
@@ -15,6 +17,7 @@ def end(nodes: list[Process]) -> None:
     assert one_lineage(nodes), "\n".join(node.tail() for node in nodes)
 
 
+@pytest.mark.slow
 def test_three_go_on_when_the_fourth_is_killed(lab: Lab) -> None:
     _, invite = lab.bootstrap(lab.write_run(micro_run(lab.corpus)))
     nodes = lab.found(invite, 4)
@@ -59,6 +62,7 @@ def test_a_late_joiner_catches_up_and_contributes(lab: Lab) -> None:
     no_traceback(bootstrap)
 
 
+@pytest.mark.slow
 def test_a_stopped_peer_holds_nobody_and_comes_back(lab: Lab) -> None:
     # A cycle must be longer than the window in which a coordinator waits, or rounds overtake each other.
     _, invite = lab.bootstrap(lab.write_run(micro_run(lab.corpus, inner_steps=120, window=0.3)))

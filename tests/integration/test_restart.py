@@ -5,6 +5,8 @@ import socket
 import stat
 from pathlib import Path
 
+import pytest
+
 from tests.integration.processes import Lab, free_port, micro_run, no_traceback
 
 
@@ -13,6 +15,7 @@ def sockets(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if stat.S_ISSOCK(entry.lstat().st_mode))
 
 
+@pytest.mark.slow
 def test_a_killed_node_starts_again_with_the_same_port_and_data_dir(lab: Lab) -> None:
     _, invite = lab.bootstrap(lab.write_run(micro_run(lab.corpus)))
     port, data_dir = free_port(), lab.folder / "node"

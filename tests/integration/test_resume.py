@@ -141,6 +141,7 @@ def tips(node: Process) -> list[int]:
     return versions
 
 
+@pytest.mark.slow
 def test_new_peers_end_on_the_lineage_of_a_restored_one(lab: Lab) -> None:
     run, port = lab.write_run(micro_run(lab.corpus)), free_port()
     bootstrap, invite = lab.bootstrap(run, port=port)

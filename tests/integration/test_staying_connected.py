@@ -2,9 +2,12 @@
 
 import signal
 
+import pytest
+
 from tests.integration.processes import Lab, micro_run, no_traceback, until
 
 
+@pytest.mark.slow
 def test_outliving_bootstrap(lab: Lab) -> None:
     run = lab.write_run(micro_run(lab.corpus, window=1.0))
     bootstrap, invite = lab.bootstrap(run)

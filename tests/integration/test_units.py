@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from tests.integration.processes import Lab, Process, micro_run, no_traceback, until
 
 UNIT = 150
@@ -57,6 +59,7 @@ def check_nothing_held_twice(intervals: list[tuple[str, tuple[int, float, float]
             assert apart, f"unit {unit} held by {name} {start}..{end} and by {other} {their_start}..{their_end}"
 
 
+@pytest.mark.slow
 def test_units_of_dead_peers_go_on_and_hardly_anything_is_read_twice(lab: Lab) -> None:
     run = micro_run(lab.corpus)
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, unit_sequences=UNIT))

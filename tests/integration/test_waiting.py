@@ -2,6 +2,8 @@
 
 import signal
 
+import pytest
+
 from tests.integration.processes import Lab, heads_equal, micro_run, no_traceback
 
 
@@ -22,6 +24,7 @@ def test_a_run_for_two_waits_for_the_second(lab: Lab) -> None:
         no_traceback(node)
 
 
+@pytest.mark.slow
 def test_nodes_that_are_there_before_their_bootstrap_peer_meet_when_it_comes(lab: Lab) -> None:
     # A window that is shorter than a cycle, so that rounds do not overtake each other.
     run = lab.write_run(micro_run(lab.corpus, inner_steps=160, window=1.0))
