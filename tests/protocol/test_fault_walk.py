@@ -16,6 +16,7 @@ import pytest
 from stretto.protocol import outer
 from stretto.protocol.chain import Member, SignedRecord, Tip
 from stretto.protocol.faults import Fault, Moment, Role, Schedule, draw_schedule, every_schedule
+from stretto.protocol.live import LiveRound
 from stretto.protocol.peer import Peer
 from stretto.protocol.streaming import Reduced, StreamingDiLoCo, seal
 from tests.fault_walk import FIRST, Report, make_walk, play, play_all
@@ -131,16 +132,16 @@ def test_fault_walk_finds_a_sum_in_order_of_arrival(monkeypatch: pytest.MonkeyPa
         return honest(self, fragment, sorted(members, key=lambda member: order.index(member.payload)), payloads)
 
     small_walk([3], [Fault.REORDER], [Moment.AFTER_JOIN])
-    honest, tidy = StreamingDiLoCo.reduce, Peer._work
+    honest, tidy = StreamingDiLoCo.reduce, LiveRound.work
     monkeypatch.setattr(StreamingDiLoCo, "reduce", arrival_order)
 
-    def as_they_came(self: Peer, live: Any, basis: Any) -> Any:
-        work = tidy(self, live, basis)
+    def as_they_came(self: LiveRound, basis: Any) -> Any:
+        work = tidy(self, basis)
         return dataclasses.replace(
-            work, payloads={name: x for name, x in live.payloads.items() if name in work.payloads}
+            work, payloads={name: x for name, x in self.payloads.items() if name in work.payloads}
         )
 
-    monkeypatch.setattr(Peer, "_work", as_they_came)
+    monkeypatch.setattr(LiveRound, "work", as_they_came)
     with pytest.raises(AssertionError, match="the same contributions gave other bits"):
         small_walk([3], [Fault.REORDER], [Moment.AFTER_JOIN])
 
