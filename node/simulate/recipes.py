@@ -96,7 +96,7 @@ TABLE = Recipe(
         Case("freezing (FedPart), M = 2", "fedpart"),
         Case("streaming, M = 2, the paper's outer optimizer", "streaming", {"outer_lr": 0.4, "momentum": 0.9}),
     ],
-    base={**SHORT, "batch_tokens": 512},
+    base={**SHORT, "batch_tokens": 512, "warmup_steps": 250},
     goals=(
         Goal(STREAMING, "data-parallel", 1.0),
         Goal("streaming, M = 4", "data-parallel", 2.0),
@@ -191,7 +191,7 @@ _ALL = (
             for name, knobs in CODECS.items()
             for case in sweep("overlap", "outer_lr", [0.5, 0.7, 1.0], name, **knobs)
         ],
-        base={**SHORT, "batch_tokens": 512, "tokens": 512_000},
+        base={**SHORT, "batch_tokens": 512, "warmup_steps": 250, "tokens": 512_000},
         x_label="outer learning rate",
         log_x=True,
     ),
