@@ -30,12 +30,7 @@ from stretto.node.lockstep import InLockstep, Lockstep, lockstep_rules
 from stretto.node.metrics.jsonl import MetricsFile
 from stretto.node.model import build_model, count_parameters
 from stretto.node.network import Network, run_folder
-from stretto.node.parts import (
-    choose_device,
-    cut_model,
-    make_peer,
-    open_data,
-)
+from stretto.node.parts import choose_device, cut_model, make_peer, open_data
 from stretto.node.ports import probe_port
 from stretto.node.reporting import node_report, status_fields, status_line
 from stretto.node.runfile import check_expected

@@ -1,4 +1,7 @@
-"""How the parts of a node are made, in the order in which they need each other: stream, lockstep, member, saver."""
+"""How the parts of a node are made that need its open network, or parts made before: gates, reader, member, saver.
+
+What needs the run config and this machine only (corpus, model, protocol state) is in ``stretto.node.parts``.
+"""
 
 import time
 from pathlib import Path
@@ -16,9 +19,7 @@ from stretto.node.events import Narrator, chain_fields, lockstep_over
 from stretto.node.lockstep import Lockstep, LockstepSchedule, check_lockstep
 from stretto.node.metrics.jsonl import MetricsFile
 from stretto.node.network import Network
-from stretto.node.parts import (
-    last_round,
-)
+from stretto.node.parts import last_round
 from stretto.node.saving import Saver
 from stretto.node.swarm.chainlog import ChainLog
 from stretto.node.swarm.exchange import Exchange
@@ -38,29 +39,6 @@ from stretto.protocol.peer import Peer
 from stretto.protocol.roster import PeerRecord
 from stretto.protocol.unitbook import UnitBook
 from stretto.protocol.units import UnitCut
-
-
-def make_saver(
-    run: RunConfig,
-    identity: Identity,
-    config: NodeConfig,
-    trainer: Trainer,
-    sync: Sync,
-    member: Member,
-    folder: Path,
-) -> Saver:
-    """What writes this node's checkpoints."""
-    return Saver(
-        CheckpointFiles(folder / "checkpoints", keep=config.checkpoints),
-        every=config.checkpoint_every,
-        run=run.digest(),
-        peer=identity.peer_id_bytes,
-        sync=sync,
-        optimizer=trainer.optimizer,
-        reader=lambda: wire.encode(trainer.stream.state()),
-        tokens=lambda: member.progress.tokens,
-        say=member.say,
-    )
 
 
 def make_lockstep(run: RunConfig, config: NodeConfig, fragments: int, network: Network) -> Lockstep | None:
@@ -162,3 +140,26 @@ def make_member(
 
     member = network.thread.call(make())
     return member
+
+
+def make_saver(
+    run: RunConfig,
+    identity: Identity,
+    config: NodeConfig,
+    trainer: Trainer,
+    sync: Sync,
+    member: Member,
+    folder: Path,
+) -> Saver:
+    """What writes this node's checkpoints."""
+    return Saver(
+        CheckpointFiles(folder / "checkpoints", keep=config.checkpoints),
+        every=config.checkpoint_every,
+        run=run.digest(),
+        peer=identity.peer_id_bytes,
+        sync=sync,
+        optimizer=trainer.optimizer,
+        reader=lambda: wire.encode(trainer.stream.state()),
+        tokens=lambda: member.progress.tokens,
+        say=member.say,
+    )

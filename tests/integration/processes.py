@@ -324,10 +324,15 @@ def heads_equal(nodes: list[Process]) -> bool:
 
 
 def one_lineage(nodes: list[Process]) -> bool:
-    """Whether all nodes saw the same chain head for each version of each fragment that several of them have had.
+    """Whether all ended nodes saw the same chain head for each version of each fragment that several of them have had,
+    and have the same bits where they ended with the same head.
 
     For runs that end at some moment, where one node may be a round ahead of another.
     """
+    bits: dict[str, set[str]] = {}
+    for report in (node.report() for node in nodes):
+        for head, state in zip(report["heads"], report["states"], strict=True):
+            bits.setdefault(head, set()).add(state)
     heads: dict[tuple[int, int], set[str]] = {}
     seen: dict[tuple[int, int], int] = {}
     for node in nodes:
@@ -341,7 +346,7 @@ def one_lineage(nodes: list[Process]) -> bool:
             heads.setdefault(key, set()).add(head)
             seen[key] = seen.get(key, 0) + 1
     assert max(seen.values(), default=0) == len(nodes), "no version that all nodes have had"
-    return all(len(found) == 1 for found in heads.values())
+    return all(len(found) == 1 for found in (*heads.values(), *bits.values()))
 
 
 __all__ = [

@@ -9,6 +9,7 @@ import socket
 import socketserver
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -294,15 +295,19 @@ def peer() -> Iterator[str]:
         "import asyncio, sys\n"
         "from hivemind.p2p import P2P\n"
         "async def main():\n"
+        "    P2P._UNIX_SOCKET_PREFIX = f'/unix{sys.argv[1]}/'\n"
         "    p2p = await P2P.create(host_maddrs=['/ip4/127.0.0.1/tcp/0'])\n"
         "    print('ADDRESS', (await p2p.get_visible_maddrs())[0], flush=True)\n"
         "    await asyncio.to_thread(sys.stdin.read)\n"
         "    await p2p.shutdown()\n"
         "asyncio.run(main())\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
+    with (
+        tempfile.TemporaryDirectory(prefix="p2pd-") as sockets,
+        subprocess.Popen(
+            [sys.executable, "-c", script, sockets], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as child,
+    ):
         assert child.stdout is not None
         for line in child.stdout:
             if line.startswith("ADDRESS"):

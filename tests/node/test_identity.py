@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -285,7 +286,7 @@ def test_a_lock_that_cannot_be_opened_is_explained(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_the_libp2p_daemon_reads_the_key_and_has_the_same_id(tmp_path: Path) -> None:
+def test_the_libp2p_daemon_reads_the_key_and_has_the_same_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hivemind.p2p import P2P
 
     identity = load_or_create(tmp_path / "key")
@@ -299,4 +300,7 @@ def test_the_libp2p_daemon_reads_the_key_and_has_the_same_id(tmp_path: Path) -> 
         finally:
             await p2p.shutdown()
 
-    assert asyncio.run(start_and_ask()) == identity.peer_id
+    # Not in /tmp itself, where sockets of tests that were killed would lie for ever; tmp_path is too long for sockets.
+    with tempfile.TemporaryDirectory(prefix="p2pd-") as sockets:
+        monkeypatch.setattr(P2P, "_UNIX_SOCKET_PREFIX", f"/unix{sockets}/")
+        assert asyncio.run(start_and_ask()) == identity.peer_id
