@@ -16,7 +16,7 @@ import os
 import socket
 import stat
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -65,13 +65,16 @@ class HostConfig:
     """Connections that are kept at most (``stretto.node.swarm.crowd``); 0 for no limit."""
 
 
-def socket_dir(data_dir: Path) -> Path:
-    """A folder for unix sockets: in the data dir where its path is short enough, else one in the temp dir."""
+def socket_dir(data_dir: Path, temp: Path | None = None) -> Path:
+    """A folder for unix sockets: in the data dir where its path is short enough, else one in the temp dir.
+
+    ``temp`` is the temp dir of another process. What a killed process leaves there its next start removes.
+    """
     folder = data_dir / "run"
     if len(str(folder.resolve() / "p2pclient-0123456789a.sock")) <= LONGEST_SOCKET_PATH:
         return folder
     key = os.stat(data_dir)
-    return Path(tempfile.gettempdir()) / f"stretto-{os.getuid()}-{key.st_dev:x}-{key.st_ino:x}"
+    return (temp or Path(tempfile.gettempdir())) / f"stretto-{os.getuid()}-{key.st_dev:x}-{key.st_ino:x}"
 
 
 class Host:
@@ -92,14 +95,14 @@ class Host:
     async def start(cls, identity: Identity, config: HostConfig, validator: RecordValidatorBase) -> "Host":
         """Launch p2pd and the DHT node. HostError names the phase in which it failed.
 
-        A start that fails or is given up leaves neither a daemon nor its sockets.
+        A start that fails or is given up leaves neither a daemon nor sockets nor their folder.
         """
         made: list[P2P] = []
         _clean(config.socket_dir)
         try:
             return await cls._start(identity, config, validator, made)
         except BaseException:
-            ending = asyncio.ensure_future(_end(made, config.socket_dir))
+            ending = asyncio.ensure_future(_end([p2p.shutdown for p2p in made], config.socket_dir))
             while not ending.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.shield(ending)
@@ -273,20 +276,15 @@ class Host:
 
     async def close(self) -> None:
         """Stop the DHT node and the daemon, remove the sockets. A daemon that is dead already is not waited for."""
-        for work in (self.node.shutdown(), self.p2p.shutdown()):
-            with contextlib.suppress(asyncio.TimeoutError, P2PDaemonError, OSError):
-                await asyncio.wait_for(work, CLOSE_TIMEOUT)
-        _clean(self.config.socket_dir)
-        with contextlib.suppress(OSError):
-            self.config.socket_dir.rmdir()
+        await _end([self.node.shutdown, self.p2p.shutdown], self.config.socket_dir)
 
 
-async def _end(daemons: Sequence[P2P], folder: Path) -> None:
-    """Stop daemons that may not have come up, and remove their sockets."""
-    for p2p in daemons:
+async def _end(shutdowns: Sequence[Callable[[], Awaitable[None]]], folder: Path) -> None:
+    """Stop what has been started, or half started, and remove the sockets and their folder."""
+    for shutdown in shutdowns:
         with contextlib.suppress(asyncio.TimeoutError, P2PDaemonError, OSError):
-            await asyncio.wait_for(p2p.shutdown(), CLOSE_TIMEOUT)
-    _clean(folder)
+            await asyncio.wait_for(shutdown(), CLOSE_TIMEOUT)
+    _remove(folder)
 
 
 async def dial_any(
@@ -359,3 +357,10 @@ def _clean(folder: Path) -> None:
     for entry in folder.iterdir():
         if stat.S_ISSOCK(entry.lstat().st_mode):
             entry.unlink()
+
+
+def _remove(folder: Path) -> None:
+    """The sockets, and the folder where nothing else lies in it."""
+    _clean(folder)
+    with contextlib.suppress(OSError):
+        folder.rmdir()

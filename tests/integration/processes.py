@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stretto.node.ports import free_port
+from stretto.node.swarm.host import socket_dir
 from stretto.protocol.config import DataConfig, EvalConfig, GroupConfig, InnerConfig, OuterConfig, RunConfig
 
 T = TypeVar("T")
@@ -287,6 +289,11 @@ class Lab:
         path = os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])])
         return {"PYTHONPATH": path, "SWARM_TEST_CLOCK": str(seconds)}
 
+    def remove_sockets(self, data_dir: Path) -> None:
+        """What a killed process left in the temp dir, if they did not fit into its data dir: its next start would."""
+        if data_dir.is_dir() and (place := socket_dir(data_dir, self.temp)).parent == self.temp:
+            shutil.rmtree(place, ignore_errors=True)
+
     def logs(self) -> str:
         """The ends of all logs."""
         return "\n".join(process.tail() for process in self.processes)
@@ -309,6 +316,8 @@ class Lab:
             process.popen.wait(10)
             if process.popen.stdin is not None:
                 process.popen.stdin.close()
+            if process.popen.returncode == -signal.SIGKILL:
+                self.remove_sockets(process.folder)
         assert not left, f"these did not end by themselves: {left}\n{self.logs()}"
 
 

@@ -123,6 +123,7 @@ def donors(lab: Lab, count: int, seconds: float) -> Iterator[list[DonorProcess]]
             except subprocess.TimeoutExpired:
                 donor.popen.kill()
                 donor.popen.wait(10)
+            lab.remove_sockets(donor.log.parent)
 
 
 class RealJoiner(Joiner):

@@ -1,4 +1,4 @@
-"""A real daemon and peers that nobody can reach: no socket stays open, however the try ends."""
+"""A real daemon: a start that is given up leaves nothing, and tries to reach a dead peer leave no socket open."""
 
 import asyncio
 import contextlib
@@ -58,3 +58,33 @@ def test_tries_to_reach_a_dead_peer_leave_nothing_open(tmp_path: Path) -> None:
     finally:
         thread.call(host.close())
         thread.close()
+
+
+def daemons(key: Path) -> list[Path]:
+    """The command lines of living processes that name a key file."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # gone in between
+            if str(key).encode() in path.read_bytes():
+                found.append(path)
+    return found
+
+
+@pytest.mark.parametrize("daemon", [False, True], ids=["at once", "the daemon runs"])
+def test_a_start_that_is_given_up_leaves_no_daemon_no_sockets_and_no_folder(tmp_path: Path, daemon: bool) -> None:
+    me = load_or_create(tmp_path / "identity.key")
+    folder = socket_dir(tmp_path)
+    place = HostConfig(host="127.0.0.1", port=0, announce=(), socket_dir=folder)
+
+    async def give_up() -> None:
+        starting = asyncio.ensure_future(Host.start(me, place, SignedRecords(me, [roster_key(RUN)])))
+        await asyncio.sleep(0)
+        while daemon and not daemons(me.path):  # noqa: ASYNC110 - nothing tells when it is there
+            await asyncio.sleep(0.005)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(give_up())
+    assert not folder.exists()
+    assert not daemons(me.path)
