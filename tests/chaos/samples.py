@@ -3,8 +3,9 @@
     slope by least squares = sum (t - mean t)(y - mean y) / sum (t - mean t)^2
     growth = slope * seconds from the first sample to the last
 
-A single high value hardly moves the growth, a leak does. ``flat`` takes the last two thirds of the samples: before
-that caches fill, and the first rounds touch memory that stays in use.
+A single high value hardly moves the growth, a leak does. The last two thirds of the samples count: before that caches
+fill, and the first rounds touch memory that stays in use. Of memory the least value of each minute counts: a node
+needs tens of megabytes more while it serves somebody's download, and gives them back afterwards unless they leak.
 """
 
 import stat
@@ -40,6 +41,21 @@ def growth(points: Sequence[tuple[float, float]]) -> float:
         return 0.0
     slope = sum((at - middle) * (value - mean) for at, value in points) / spread
     return slope * (points[-1][0] - points[0][0])
+
+
+def floors(points: Sequence[tuple[float, float]], width: float = 60.0) -> list[tuple[float, float]]:
+    """The least value of each ``width`` seconds, at the middle of them; a last window that is not half full is left
+    out, since it may hold nothing but a peak."""
+    if not points:
+        return []
+    start = points[0][0]
+    windows: dict[int, list[float]] = {}
+    for at, value in points:
+        windows.setdefault(int((at - start) / width), []).append(value)
+    last = max(windows)
+    if len(windows) > 1 and points[-1][0] - start < (last + 0.5) * width:
+        del windows[last]
+    return [(start + (number + 0.5) * width, min(values)) for number, values in sorted(windows.items())]
 
 
 def last_two_thirds(points: Sequence[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
@@ -80,13 +96,15 @@ class Sampler:
             self._add(label, "files", now, files)
             self._add(label, "unix_sockets", now, sockets)
 
-    def add_tasks(self) -> None:
-        """The numbers of asyncio tasks, which only the nodes themselves know; of those that were never restarted."""
+    def add_their_own(self) -> None:
+        """What only the nodes themselves know, asyncio tasks and malloc's use; of those that were never restarted."""
         for node in self._swarm.nodes.values():
             if len(node.lives) == 1:
                 for event in node.events:
                     if event["event"] == "resources":
-                        self._add(node.name, "tasks", event["time"], event["tasks"])
+                        for kind, name in (("tasks", "tasks"), ("heap", "heap_used")):
+                            if name in event:
+                                self._add(node.name, kind, event["time"], event[name])
 
     def _add(self, process: str, kind: str, now: float, value: float) -> None:
         self.series.setdefault((process, kind), Series(process, kind)).points.append((now, value))

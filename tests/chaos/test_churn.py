@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos.churn import BACK, KILL, LEAVE, NEW, climbs, plan
 from tests.chaos.join import Joining, describe, judge
-from tests.chaos.samples import Sampler, Series, count_files, growth, last_two_thirds
+from tests.chaos.samples import Sampler, Series, count_files, floors, growth, last_two_thirds
 from tests.chaos.story import Story
 
 PLACES = ["p1", "p2", "p3"]
@@ -50,6 +50,17 @@ def test_growth_is_that_of_the_line_through_the_points() -> None:
     assert growth([*line[:20], (200.0, 1000.0), *line[21:]]) == pytest.approx(10.0, abs=1e-6)
 
 
+def test_floors_leave_out_what_is_needed_for_a_while_but_not_what_stays() -> None:
+    times = [10.0 * n for n in range(61)]
+    peaks = [(at, 500.0 + (30.0 if 200 <= at < 240 or at >= 570 else 0.0)) for at in times]
+    assert growth(peaks) > 5.0
+    assert floors(peaks) == [(30.0 + 60 * n, 500.0) for n in range(10)]
+    leak = [(at, value + 0.05 * at) for at, value in peaks]
+    assert growth(floors(leak)) == pytest.approx(0.05 * 540)
+    assert floors([]) == []
+    assert floors(peaks[:2]) == [(30.0, 500.0)]
+
+
 def test_only_figures_that_cover_the_last_two_thirds_count() -> None:
     points = [(float(at), 1.0) for at in range(0, 601, 10)]
     assert [at for at, _ in last_two_thirds(points, 0.0, 600.0)] == [float(at) for at in range(200, 601, 10)]
@@ -69,7 +80,8 @@ def test_what_climbs_comes_first_and_is_not_flat() -> None:
         sampler(
             {
                 ("p0", "fds"): [(at, 40 + 0.1 * at) for at in times],
-                ("p0", "rss"): [(at, 5e8 + 3e6 * math.sin(at)) for at in times],
+                ("p0", "rss"): [(at, 5e8 + 3e6 * math.sin(at) + (9e7 if at > 560 else 0.0)) for at in times],
+                ("p0", "heap"): [(at, 2e8 + 1e4 * at) for at in times],
                 ("p0 p2pd", "rss"): [(at, 4e7 + 2e4 * at) for at in times],
                 ("p3", "rss"): [(at, 1e3 * at) for at in times[:10]],
             }
@@ -80,6 +92,7 @@ def test_what_climbs_comes_first_and_is_not_flat() -> None:
     )
     assert [(row["process"], row["kind"], row["flat"]) for row in rows] == [
         ("p0", "fds", False),
+        ("p0", "heap", True),
         ("p0 p2pd", "rss", True),
         ("p0", "rss", True),
     ]

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from stretto.node import allocator
 from stretto.node.resources import entry, usage, watch
 
 
@@ -49,7 +50,10 @@ def test_a_process_that_is_gone_and_a_zombie_are_no_process(tmp_path: Path) -> N
 
 
 def test_an_entry_holds_the_daemon_where_there_is_one() -> None:
-    assert entry(5, None).keys() == {"event", "tasks", "rss", "fds", "sockets", "threads"}
+    alone = entry(5, None)
+    heap = {"heap_used", "heap_free"} if allocator.held() else set()
+    assert alone.keys() == {"event", "tasks", "rss", "fds", "sockets", "threads"} | heap
+    assert all(0 < alone[key] < alone["rss"] for key in heap)
     both = entry(5, os.getppid())
     assert both["tasks"] == 5
     assert both["daemon_rss"] > 0
