@@ -7,7 +7,7 @@ the winning chain, set against all tokens trained, tell how much work was lost.
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -99,6 +99,24 @@ def final_heads(story: Story, known: dict[str, Record]) -> list[str]:
             longest = max((r for r in known.values() if r.fragment == fragment), key=lambda r: r.version, default=None)
             ends.append(longest.head if longest else "")
     return ends
+
+
+def one_end(story: Story, known: Mapping[str, Record], peers: Sequence[str]) -> bool:
+    """Whether the reports of ``peers`` end on the same chains: per fragment one head, or a head and the one before it,
+    for who is asked to leave while a commit goes round may end without it. Equal heads must mean equal bits."""
+    reports = [story.reports.get(peer) for peer in peers]
+    if not all(reports):
+        return False
+    bits: dict[str, set[str]] = {}
+    for report in reports:
+        assert report is not None
+        for head, state in zip(report["heads"], report.get("states", ()), strict=False):
+            bits.setdefault(head, set()).add(state)
+    ends = [{report["heads"][fragment][:16] for report in reports if report} for fragment in range(story.fragments)]
+    return all(len(found) == 1 for found in bits.values()) and all(
+        len(heads) == 1 or (len(heads) == 2 and any(h in known and {known[h].prev} == heads - {h} for h in heads))
+        for heads in ends
+    )
 
 
 def lineage(known: dict[str, Record], head: str, fragment: int) -> list[Record]:

@@ -215,8 +215,7 @@ def judge(
     share = sum(number in by for number in due) / len(due) if due else 0.0
     payload = payload_bytes(story)
     rows = climbs(sampler, begin, end, payload)
-    heads = {peer: tuple(story.reports[peer]["heads"]) for peer in present if peer in story.reports}
-    all_equal = len(heads) == len(present) and len(set(heads.values())) == 1
+    all_equal = chains.one_end(story, known, present)
     loss = losses(story, present[0])
     downloads = [
         {"peer": peer, **{key: event[key] for key in ("bytes", "seconds", "peers")}}

@@ -129,7 +129,7 @@ def judge(
     known = chains.records(story)
     rows = [describe(story, joining, known) for joining in joins]
     heads = {peer: tuple(story.reports[peer]["heads"]) for peer in stay if peer in story.reports}
-    all_equal = len(heads) == len(stay) and len(set(heads.values())) == 1
+    all_equal = chains.one_end(story, known, stay)
     missed = []
     for number, row in enumerate(rows, 1):
         if row["seconds"] is None:

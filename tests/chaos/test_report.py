@@ -239,6 +239,30 @@ def test_anchors_are_equal_if_all_say_so() -> None:
     assert make_report(story({"p0": [commit(0, 1, {"p0": 1})]}, reports=reports))["anchors_equal"] is False
 
 
+def test_one_may_end_a_commit_before_the_others_but_not_beside_them() -> None:
+    base, last = commit(0, 1, {"p0": 1, "p1": 1}), commit(2, 2, {"p0": 5})
+    other = commit(2, 2, {"p1": 1}, branch="b", prev="0-a-1")
+    events = {"p0": [base, last], "p1": [base, other]}
+
+    def ends(first: str, second: str, **states: list[str]) -> bool:
+        reports = {"p0": node_report([first, "1-a-1"]), "p1": node_report([second, "1-a-1"])}
+        for name, found in states.items():
+            reports[name]["states"] = found
+        told = story(events, reports=reports)
+        return chains.one_end(told, chains.records(told), ["p0", "p1"])
+
+    assert ends("0-a-2", "0-a-2")
+    assert ends("0-a-2", "0-a-1")
+    assert ends("0-a-1", "0-a-2")
+    assert not ends("0-a-2", "0-b-2")
+    assert not ends("0-a-2", "unknown")
+    assert ends("0-a-2", "0-a-2", p0=["x", "y"], p1=["x", "y"])
+    assert ends("0-a-2", "0-a-1", p0=["x", "y"], p1=["z", "y"])
+    assert not ends("0-a-2", "0-a-2", p0=["x", "y"], p1=["z", "y"])
+    alone = story(events, reports={"p0": node_report(["0-a-2", "1-a-1"])})
+    assert not chains.one_end(alone, chains.records(alone), ["p0", "p1"])
+
+
 def test_a_fork_and_who_leaves_it_are_seen() -> None:
     base, good = commit(0, 1, {"p0": 1, "p1": 1}), commit(2, 2, {"p0": 5})
     bad = commit(2, 2, {"p1": 1}, branch="b", prev="0-a-1")
