@@ -110,7 +110,7 @@ class Bootstrap:
         try:
             await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
             if work[3].done():
-                raise HostError(f"the network daemon (p2pd) ended with status {work[3].result()}")
+                raise HostError(f"the network daemon (p2pd) {work[3].result()}")
         finally:
             for task in work:
                 task.cancel()

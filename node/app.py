@@ -367,8 +367,8 @@ class Node:
 
     async def _watch_daemon(self) -> None:
         assert self.network.host is not None
-        status = await self.network.host.died()
-        self.console.say(f"ERROR the network daemon (p2pd) ended with status {status}; this node cannot go on")
+        ended = await self.network.host.died()
+        self.console.say(f"ERROR the network daemon (p2pd) {ended}; this node cannot go on")
         self.network.stopping.exit_code = 1
         self.network.stopping.stop()
 

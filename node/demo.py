@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from stretto.node.endings import ending, peak_rss
 from stretto.node.presets import demo_run
 from stretto.node.runfile import read_run
 from stretto.node.stopping import stop_signals
@@ -89,6 +90,8 @@ class Child:
     committed: int = 0
     aborted: int = 0
     last_event: str = "starting"
+    peak: int = 0
+    """Bytes of RAM that it has held at the most."""
 
     @property
     def ended(self) -> bool:
@@ -272,6 +275,7 @@ def _watch(swarm: Swarm, console: Console) -> None:
         said = 0.0
         while not all(child.ended for child in swarm.nodes):
             for child in swarm.nodes:
+                child.peak = peak_rss(child.process.pid) or child.peak
                 for event in _new_events(child):
                     _note(child, event)
             if live is not None:
@@ -318,7 +322,7 @@ def _state(child: Child) -> str:
     if not child.ended:
         return child.last_event
     code = child.process.returncode
-    return "done" if code == 0 else f"killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
+    return "done" if code == 0 else ending(code, child.peak)
 
 
 def _table(swarm: Swarm) -> Table:
@@ -345,7 +349,8 @@ def make_report(swarm: Swarm, wall: float) -> dict[str, Any]:
         for path in child.folder.glob("runs/*/report.json"):
             reports[child.name] = json.loads(path.read_text(encoding="utf-8"))
     if not reports:
-        raise StrettoError("no peer came to the end: " + "; ".join(f"{c.name}: {tail(c.log)}" for c in swarm.nodes))
+        ends = "; ".join(f"{child.name} {_state(child)}: {tail(child.log)}" for child in swarm.nodes)
+        raise StrettoError(f"no peer came to the end: {ends}")
     nodes = list(reports.values())
     begun = {number for node in nodes for number in node["rounds_begun"]}
     committed = {number for node in nodes for number in node["committed"]}
@@ -377,6 +382,7 @@ def make_report(swarm: Swarm, wall: float) -> dict[str, Any]:
         "wall_seconds": wall,
         "lost": [child.name for child in swarm.nodes if (child.process.returncode or 0) < 0],
         "failed": [child.name for child in swarm.nodes if (child.process.returncode or 0) > 0],
+        "endings": {child.name: _state(child) for child in swarm.nodes if child.process.returncode},
         "abort_reasons": sorted({why for node in nodes for why in node["aborted"].values()}),
         "simulation_equal": None,
         "simulation_differences": [],
@@ -419,10 +425,8 @@ def render(report: dict[str, Any], path: Path) -> str:
         lines.append(f"DIFFERS FROM ITS SIMULATION: {'; '.join(report['simulation_differences'])}")
     if report["emulated_device_time"]:
         lines.append("WARNING steps were padded to a pace: times and utilization are emulated device time")
-    if report["lost"]:
-        lines.append(f"WARNING killed from outside: {', '.join(report['lost'])}; the others went on")
-    if report["failed"]:
-        lines.append(f"FAILED: {', '.join(report['failed'])}; see their logs")
+    lines += [f"WARNING {name} {report['endings'][name]}; the others went on" for name in report["lost"]]
+    lines += [f"FAILED: {name} {report['endings'][name]}; see its log" for name in report["failed"]]
     if report["abort_reasons"]:
         lines.append("aborted rounds: " + "; ".join(report["abort_reasons"]))
     return "\n".join([*lines, f"report: {path}"])

@@ -30,6 +30,7 @@ from hivemind.proto.dht_pb2 import NodeInfo
 from hivemind.utils.auth import AuthRole, AuthRPCWrapper
 from hivemind.utils.multiaddr import Multiaddr
 
+from stretto.node.endings import ending, peak_rss
 from stretto.node.swarm.crowd import superfluous, target
 from stretto.node.swarm.identity import Identity
 from stretto.node.swarm.opening import close_failed_streams, connect_first
@@ -39,6 +40,9 @@ from stretto.protocol.invite import check_address
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT = 2.0
+
+SECONDS_PER_LOOK = 10.0
+"""Between two looks at the memory that the daemon holds: when it has been killed nobody can tell any more."""
 
 FEW = 6
 """Peers that a frugal node's lookups visit. A record is stored at five."""
@@ -270,9 +274,16 @@ class Host:
         """The process id of p2pd."""
         return int(self.p2p._child.pid)
 
-    async def died(self) -> int:
-        """Wait until p2pd ends and return its exit status: nothing else notices that."""
-        return int(await self.p2p._child.wait())
+    async def died(self) -> str:
+        """Wait until p2pd ends, which nothing else notices; how it ended, in words."""
+        peak, waiting = 0, asyncio.ensure_future(self.p2p._child.wait())
+        try:
+            while not waiting.done():
+                peak = peak_rss(self.daemon) or peak
+                await asyncio.wait([waiting], timeout=SECONDS_PER_LOOK)
+        finally:
+            waiting.cancel()
+        return ending(int(waiting.result()), peak)
 
     async def close(self) -> None:
         """Stop the DHT node and the daemon, remove the sockets. A daemon that is dead already is not waited for."""

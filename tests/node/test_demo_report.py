@@ -124,15 +124,16 @@ def test_a_killed_node_is_lost_and_one_that_failed_has_failed(tmp_path: Path) ->
     assert report["peers"] == 3
     assert list(report["nodes"]) == ["node0"]
     text = render(report, tmp_path)
-    assert "WARNING killed from outside: node1; the others went on" in text
-    assert "FAILED: node2; see their logs" in text
+    assert "WARNING node1 was killed by signal 9 (SIGKILL), by hand or because memory ran out" in text
+    assert "FAILED: node2 ended with exit code 1; see its log" in text
 
 
 def test_without_any_report_the_logs_speak(tmp_path: Path) -> None:
     with pytest.raises(StrettoError) as caught:
-        make_report(swarm(tmp_path, None, None), 1.0)
+        make_report(swarm(tmp_path, None, None, codes=(0, 2)), 1.0)
     assert str(caught.value) == (
-        "no peer came to the end: node0: second | third | node0 says why; node1: second | third | node1 says why"
+        "no peer came to the end: node0 done: second | third | node0 says why; "
+            "node1 ended with exit code 2: second | third | node1 says why"
     )
 
 
