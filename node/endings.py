@@ -17,7 +17,7 @@ def peak_rss(pid: int, *, proc: Path = PROC) -> int:
 
 
 def ending(status: int, peak: int = 0) -> str:
-    """In words: the ``status`` that ``subprocess`` gives, below 0 for a signal, and the ``peak`` bytes that were held."""
+    """In words: the ``status`` that ``subprocess`` gives, below 0 for a signal, and the ``peak`` of bytes held."""
     if status >= 0:
         return f"ended with exit code {status}"
     try:
