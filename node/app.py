@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from stretto.node import resources
+from stretto.node.allocator import few_arenas
 from stretto.node.assembly import make_lockstep, make_member, make_saver, make_stream
 from stretto.node.checkpoint import Contents
 from stretto.node.config import NodeConfig, default_data_dir
@@ -66,6 +67,7 @@ SAVE_SECONDS = 600.0
 def run_node(invite_text: str, config: NodeConfig, console: Console, stopping: StopSignal) -> int:
     """Join the run that ``invite_text`` names and train until it ends or somebody stops it. Returns the exit code."""
     invite = Invite.parse(invite_text)
+    few_arenas()
     device = choose_device(config.device, console)
     if config.threads:
         torch.set_num_threads(config.threads)

@@ -8,6 +8,7 @@ fill, and the first rounds touch memory that stays in use. Of memory the least v
 needs tens of megabytes more while it serves somebody's download, and gives them back afterwards unless they leak.
 """
 
+import os
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -117,13 +118,15 @@ def _daemon(family: dict[int, str]) -> int | None:
 def count_files(folder: Path) -> tuple[int, int]:
     """Files below ``folder``, and unix sockets. The log of commits has a budget and grows up to it: it is left out."""
     files = sockets = 0
-    for path in folder.rglob("*"):
-        try:
-            mode = path.lstat().st_mode
-        except OSError:
-            continue  # gone in between
-        if stat.S_ISSOCK(mode):
-            sockets += 1
-        elif stat.S_ISREG(mode) and path.parent.name != "log":
-            files += 1
+    # Not Path.rglob, which ends with an error where a folder goes while it looks: nodes remove old checkpoints.
+    for place, _, names in os.walk(folder):
+        for name in names:
+            try:
+                mode = os.lstat(os.path.join(place, name)).st_mode
+            except OSError:
+                continue  # gone in between
+            if stat.S_ISSOCK(mode):
+                sockets += 1
+            elif stat.S_ISREG(mode) and os.path.basename(place) != "log":
+                files += 1
     return files, sockets

@@ -1,7 +1,9 @@
 """The pure parts of the scenarios ``churn`` and ``join``: the plan, what climbs, the verdict on a join."""
 
 import math
+import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,23 @@ def test_files_are_counted_and_the_log_is_not(tmp_path: Path) -> None:
     for name in ("identity.key", "runs/x/metrics.jsonl", "runs/x/log/0-1-ab.commit"):
         (tmp_path / name).write_text("x")
     assert count_files(tmp_path) == (2, 0)
+
+
+def test_a_folder_that_goes_while_files_are_counted_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
+    (tmp_path / "identity.key").write_text("x")
+    look = os.scandir
+
+    def scandir(place: str) -> Any:
+        if str(place).endswith("step-1"):
+            shutil.rmtree(place)
+        return look(place)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert count_files(tmp_path) == (1, 0)
+    assert not (tmp_path / "checkpoints" / "step-1").exists()
 
 
 # ---------------------------------------------------------------------- join

@@ -3,6 +3,9 @@
 import ctypes
 import os
 import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,7 +55,44 @@ def test_what_is_used_is_told_from_what_is_hoarded_and_the_hoard_is_given_back()
     free(kept)
 
 
+ARENAS_OF_TEN_THREADS = """
+import ctypes, sys, threading
+from stretto.node.allocator import few_arenas
+print(few_arenas())
+libc = ctypes.CDLL(None)
+libc.fopen.restype = ctypes.c_void_p
+libc.malloc.restype = ctypes.c_void_p
+all_there = threading.Barrier(10)
+def work():
+    libc.malloc(ctypes.c_size_t(5000))
+    all_there.wait()
+threads = [threading.Thread(target=work) for _ in range(10)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+file = ctypes.c_void_p(libc.fopen(sys.argv[1].encode(), b"w"))
+libc.malloc_info(0, file)
+libc.fclose(file)
+"""
+
+
+@glibc
+@pytest.mark.parametrize(
+    ("environment", "set_here", "at_most"), [({}, True, 2), ({"MALLOC_ARENA_MAX": "3"}, False, 3)]
+)
+def test_threads_share_arenas(
+    environment: dict[str, str], set_here: bool, at_most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    told = subprocess.run(
+        [sys.executable, "-c", ARENAS_OF_TEN_THREADS, str(tmp_path / "info.xml")],
+        env={**os.environ, **environment}, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    assert told.strip() == str(set_here)
+    assert 1 <= (tmp_path / "info.xml").read_text().count("<heap nr=") <= at_most
+
+
 def test_another_c_library_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert allocator.held() is None
     assert not allocator.give_back()
+    assert not allocator.few_arenas()

@@ -133,7 +133,7 @@ def test_without_any_report_the_logs_speak(tmp_path: Path) -> None:
         make_report(swarm(tmp_path, None, None, codes=(0, 2)), 1.0)
     assert str(caught.value) == (
         "no peer came to the end: node0 done: second | third | node0 says why; "
-            "node1 ended with exit code 2: second | third | node1 says why"
+        "node1 ended with exit code 2: second | third | node1 says why"
     )
 
 
