@@ -4,6 +4,7 @@ A recipe is a list of cases. Flags of the command change what all cases share (m
 the case the case it is stays. The first case is what the others are compared with, seed by seed.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,33 +75,52 @@ def _x(value: Any) -> float | None:
     return float(last) if isinstance(last, (int, float)) else None
 
 
+LR = 3e-3
+"""Of data-parallel training; see ``by_batch``."""
+
+
+def by_batch(replicas: int) -> float:
+    """The inner learning rate of each of so many replicas that share a batch: LR times the root of their number.
+
+    Adam divides by the gradient's noise, which is that much larger in a batch that is so many times smaller, so the
+    replicas would drift that much slower, while the mean of their weights has the noise of the whole batch again. It
+    is the square root rule of Malladi et al. 2022 (arXiv 2205.10287) at a batch that only the mean has seen.
+    """
+    return round(LR * math.sqrt(replicas), 4)
+
+
 SHORT: Mapping[str, Any] = {"inner_steps": 8, "outer_lr": 1.0, "momentum": 0.0}
 """Outer settings for runs of a few thousand steps, chosen with ``tune``: with so few rounds, that much alike, momentum
 of 0.9 overshoots at the paper's outer learning rate and lags behind at a smaller one."""
 
 STREAMING = "streaming, M = 2"
+RARE = "streaming, M = 2, H = 100"
 OVERLAP = "+ tau 5"
 FP4 = "+ FP4"
+_TWO: Mapping[str, Any] = {"lr": by_batch(2)}
+_RARE: Mapping[str, Any] = {**_TWO, "inner_steps": 100}
 
 TABLE = Recipe(
     "table",
     "Streaming DiLoCo step by step, against data-parallel training at equal tokens",
     [
         Case("data-parallel", "data-parallel"),
-        Case("DiLoCo, M = 2", "diloco"),
-        Case(STREAMING, "streaming"),
-        Case("streaming, M = 4", "streaming", {"replicas": 4}),
-        Case(OVERLAP, "overlap", {"tau": (5,)}),
-        Case(FP4, "fp4", {"tau": (5,)}),
-        Case("+ tau 1 and 5, speeds 1 and 4", "fp4", {"tau": (1, 5), "speeds": (1.0, 4.0)}),
-        Case("freezing (FedPart), M = 2", "fedpart"),
-        Case("streaming, M = 2, the paper's outer optimizer", "streaming", {"outer_lr": 0.4, "momentum": 0.9}),
+        Case("DiLoCo, M = 2", "diloco", _TWO),
+        Case(STREAMING, "streaming", _TWO),
+        Case("streaming, M = 4", "streaming", {"replicas": 4, "lr": by_batch(4)}),
+        Case("freezing (FedPart), M = 2", "fedpart", _TWO),
+        Case("streaming, M = 2, the paper's outer optimizer", "streaming", {**_TWO, "outer_lr": 0.4, "momentum": 0.9}),
+        # What a delay costs is a question of tau / H: here H is the paper's.
+        Case(RARE, "streaming", _RARE),
+        Case(OVERLAP, "overlap", {**_RARE, "tau": (5,)}),
+        Case(FP4, "fp4", {**_RARE, "tau": (5,)}),
+        Case("+ tau 1 and 5, speeds 1 and 4", "fp4", {**_RARE, "tau": (1, 5), "speeds": (1.0, 4.0)}),
     ],
-    base={**SHORT, "batch_tokens": 512, "warmup_steps": 250},
+    base={**SHORT, "inner_steps": 4, "batch_tokens": 512, "warmup_steps": 500, "lr": LR},
     goals=(
         Goal(STREAMING, "data-parallel", 1.0),
         Goal("streaming, M = 4", "data-parallel", 2.0),
-        Goal(OVERLAP, STREAMING, 0.3),
+        Goal(OVERLAP, RARE, 0.3),
         Goal(FP4, OVERLAP, 0.3),
         Goal("freezing (FedPart), M = 2", STREAMING, 3.0, least=True),
     ),
@@ -115,6 +135,21 @@ CODECS: Mapping[str, Mapping[str, Any]] = {
     "FedDropout 50 %": {"codec": "dropout", "keep": 0.5},
     "DARE 50 %": {"codec": "dare", "keep": 0.5},
 }
+
+TUNED = {
+    "fp32": 0.7,
+    "e3m0": 1.0,
+    "e2m1": 0.7,
+    "top-k 50 %": 1.0,
+    "top-k 10 %": 1.4,
+    "FedDropout 50 %": 2.0,
+    "DARE 50 %": 1.0,
+}
+"""The best outer learning rate of each codec in ``fig11`` with seed 100."""
+
+CODEC_RUN: Mapping[str, Any] = {
+    **SHORT, "lr": by_batch(2), "batch_tokens": 512, "warmup_steps": 125, "tokens": 262_144
+}  # fmt: skip
 
 OUTER: Sequence[tuple[int, float, Sequence[float]]] = (
     (20, 0.9, (0.1, 0.2, 0.4, 0.7)),
@@ -189,11 +224,23 @@ _ALL = (
         [
             case
             for name, knobs in CODECS.items()
-            for case in sweep("overlap", "outer_lr", [0.5, 0.7, 1.0], name, **knobs)
+            for case in sweep("streaming", "outer_lr", [0.7, 1.0, 1.4, 2.0], name, **knobs)
         ],
-        base={**SHORT, "batch_tokens": 512, "warmup_steps": 250, "tokens": 512_000},
+        base=CODEC_RUN,
         x_label="outer learning rate",
         log_x=True,
+    ),
+    Recipe(
+        "codecs",
+        "the codecs of fig11, each at the outer learning rate that was best for it, and all at that of fp32",
+        [
+            *(Case(f"{name}, tuned", "streaming", {**CODECS[name], "outer_lr": rate}) for name, rate in TUNED.items()),
+            *(
+                Case(f"{name}, outer_lr 0.7", "streaming", {**CODECS[name], "outer_lr": TUNED["fp32"]})
+                for name in ("e3m0", "top-k 10 %", "FedDropout 50 %")
+            ),
+        ],
+        base=CODEC_RUN,
     ),
     Recipe(
         "fig12",
