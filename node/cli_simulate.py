@@ -33,6 +33,9 @@ def simulate(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     inner: Annotated[str | None, typer.Option(help="Inner optimizer: adamw or sgd.")] = None,
     lr: Annotated[float | None, typer.Option(help="Inner learning rate.")] = None,
+    root_rule: Annotated[
+        bool | None, typer.Option("--root-rule", help="Inner rate times the root of the number of replicas.")
+    ] = None,
     warmup_steps: Annotated[int | None, typer.Option(help="Of the inner learning rate.")] = None,
     final_lr: Annotated[float | None, typer.Option(help="At the end, as a share of --lr.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Of the inner optimizer.")] = None,

@@ -19,6 +19,7 @@ M replicas each step of a replica takes batch_tokens / M of them (the paper's "c
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,6 +73,11 @@ class SimConfig:
 
     inner: Inner = "adamw"
     lr: float = 3e-3
+    root_rule: bool = False
+    """Give each replica ``lr`` times the root of the number of replicas. Adam divides by the gradient's noise, which
+    is that much larger in a batch that is so many times smaller, so replicas would drift that much slower, while the
+    mean of their weights has the noise of the whole batch again: the square root rule (Malladi et al. 2022, arXiv
+    2205.10287) for a batch that only the mean has seen."""
     warmup_steps: int = 50
     final_lr: float = 0.1
     """At the end, as a share of ``lr``; a cosine leads there."""
@@ -208,8 +214,9 @@ class SimConfig:
 
     def inner_config(self) -> InnerConfig:
         """The inner optimizer and its schedule."""
+        root = math.sqrt(self.replicas) if self.root_rule and not self.data_parallel else 1.0
         return InnerConfig(
-            lr=self.lr,
+            lr=self.lr * root,
             warmup_steps=self.warmup_steps,
             total_steps=self.steps,
             final_lr=self.final_lr,

@@ -4,7 +4,6 @@ A recipe is a list of cases. Flags of the command change what all cases share (m
 the case the case it is stays. The first case is what the others are compared with, seed by seed.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,20 +74,6 @@ def _x(value: Any) -> float | None:
     return float(last) if isinstance(last, (int, float)) else None
 
 
-LR = 3e-3
-"""Of data-parallel training; see ``by_batch``."""
-
-
-def by_batch(replicas: int) -> float:
-    """The inner learning rate of each of so many replicas that share a batch: LR times the root of their number.
-
-    Adam divides by the gradient's noise, which is that much larger in a batch that is so many times smaller, so the
-    replicas would drift that much slower, while the mean of their weights has the noise of the whole batch again. It
-    is the square root rule of Malladi et al. 2022 (arXiv 2205.10287) at a batch that only the mean has seen.
-    """
-    return round(LR * math.sqrt(replicas), 4)
-
-
 SHORT: Mapping[str, Any] = {"inner_steps": 8, "outer_lr": 1.0, "momentum": 0.0}
 """Outer settings for runs of a few thousand steps, chosen with ``tune``: with so few rounds, that much alike, momentum
 of 0.9 overshoots at the paper's outer learning rate and lags behind at a smaller one."""
@@ -97,26 +82,33 @@ STREAMING = "streaming, M = 2"
 RARE = "streaming, M = 2, H = 100"
 OVERLAP = "+ tau 5"
 FP4 = "+ FP4"
-_TWO: Mapping[str, Any] = {"lr": by_batch(2)}
-_RARE: Mapping[str, Any] = {**_TWO, "inner_steps": 100}
+_RARE: Mapping[str, Any] = {"inner_steps": 100}
 
 TABLE = Recipe(
     "table",
     "Streaming DiLoCo step by step, against data-parallel training at equal tokens",
     [
         Case("data-parallel", "data-parallel"),
-        Case("DiLoCo, M = 2", "diloco", _TWO),
-        Case(STREAMING, "streaming", _TWO),
-        Case("streaming, M = 4", "streaming", {"replicas": 4, "lr": by_batch(4)}),
-        Case("freezing (FedPart), M = 2", "fedpart", _TWO),
-        Case("streaming, M = 2, the paper's outer optimizer", "streaming", {**_TWO, "outer_lr": 0.4, "momentum": 0.9}),
+        Case("DiLoCo, M = 2", "diloco"),
+        Case(STREAMING, "streaming"),
+        Case("streaming, M = 4", "streaming", {"replicas": 4}),
+        Case("freezing (FedPart), M = 2", "fedpart"),
+        Case("streaming, M = 2, the paper's outer optimizer", "streaming", {"outer_lr": 0.4, "momentum": 0.9}),
         # What a delay costs is a question of tau / H: here H is the paper's.
         Case(RARE, "streaming", _RARE),
         Case(OVERLAP, "overlap", {**_RARE, "tau": (5,)}),
         Case(FP4, "fp4", {**_RARE, "tau": (5,)}),
         Case("+ tau 1 and 5, speeds 1 and 4", "fp4", {**_RARE, "tau": (1, 5), "speeds": (1.0, 4.0)}),
     ],
-    base={**SHORT, "inner_steps": 4, "batch_tokens": 512, "warmup_steps": 500, "lr": LR},
+    base={
+        **SHORT,
+        "inner_steps": 4,
+        "batch_tokens": 512,
+        "warmup_steps": 500,
+        "width": 128,
+        "lr": 2e-3,
+        "root_rule": True,
+    },
     goals=(
         Goal(STREAMING, "data-parallel", 1.0),
         Goal("streaming, M = 4", "data-parallel", 2.0),
@@ -148,7 +140,7 @@ TUNED = {
 """The best outer learning rate of each codec in ``fig11`` with seed 100."""
 
 CODEC_RUN: Mapping[str, Any] = {
-    **SHORT, "lr": by_batch(2), "batch_tokens": 512, "warmup_steps": 125, "tokens": 262_144
+    **SHORT, "lr": 4.2e-3, "batch_tokens": 512, "warmup_steps": 125, "tokens": 262_144
 }  # fmt: skip
 
 OUTER: Sequence[tuple[int, float, Sequence[float]]] = (

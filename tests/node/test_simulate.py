@@ -58,6 +58,15 @@ def weights_of(replica: ModelReplica) -> list[np.ndarray]:
 # ---------------------------------------------------------------------- methods against plain loops
 
 
+def test_the_root_rule_is_for_replicas_that_share_a_batch(corpus: Corpus) -> None:
+    four = small("streaming", replicas=4, root_rule=True, lr=1e-3)
+    assert four.inner_config().lr == 2e-3
+    assert learning_rate(four.inner_config(), 3) == pytest.approx(2e-3)
+    assert small("streaming", replicas=4, lr=1e-3).inner_config().lr == 1e-3
+    assert small("data-parallel", replicas=4, root_rule=True, lr=1e-3).inner_config().lr == 1e-3
+    assert ModelReplica(shop_of(four, corpus)).optimizer.param_groups[0]["lr"] == 2e-3
+
+
 def test_data_parallel_with_one_replica_is_plain_adamw_bit_for_bit(corpus: Corpus) -> None:
     config = small("data-parallel", replicas=1)
     replica = ModelReplica(shop_of(config, corpus))
