@@ -27,7 +27,7 @@ else
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 endif
 
-test-slow: $(STAMP) ## the tests that `make test` leaves out, 15 minutes
+test-slow: $(STAMP) ## the tests that `make test` leaves out, 10 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
 
 chaos: $(STAMP) ## real peers behind slow lines, killed, stopped, coming and going: 100 minutes, as root; reports in chaos-reports/

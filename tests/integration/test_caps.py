@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from stretto.node.swarm import crowd
+from stretto.node.swarm.budget import DAY, month_of
 from stretto.node.swarm.host import Host, HostConfig
 from stretto.node.swarm.identity import load_or_create
 from stretto.node.swarm.records import SignedRecords
@@ -19,7 +20,7 @@ from stretto.node.swarm.streams import BROKEN, Reader, Writer, open_stream, serv
 from tests.integration.processes import Lab, Process, micro_run, no_traceback, until
 
 CAP = 20_000_000
-"""Bytes per month; a thirtieth of it is some rounds of the micro run."""
+"""Bytes per month; a day's worth of it is some rounds of the micro run."""
 
 LIMIT_OF_FEW, STUBS = 8, 12
 
@@ -41,7 +42,8 @@ def test_a_node_pauses_when_its_monthly_cap_says_so(lab: Lab) -> None:
     _, invite = lab.bootstrap(lab.write_run(micro_run(lab.corpus, inner_steps=60, window=5.0)))
     capped_flags = ("--monthly-cap", f"{CAP // 10**6}MB", "--seconds-per-status", "2")
     free = [lab.join(invite, "a", "--new-run", "--start-peers", "3"), lab.join(invite, "b")]
-    capped = lab.join(invite, "capped", *capped_flags, variables=lab.wrong_clock(mid_month()))
+    ahead = mid_month()
+    capped = lab.join(invite, "capped", *capped_flags, variables=lab.wrong_clock(ahead))
     capped.see("training: step")
     meter = SocketMeter(capped.daemon())
     capped.see(r"paused by the monthly cap: .* of 20\.00 MB used this month .* a round costs about .* left, .* until")
@@ -61,8 +63,10 @@ def test_a_node_pauses_when_its_monthly_cap_says_so(lab: Lab) -> None:
 
     reading = meter.look()
     assert reading is not None
-    day = CAP / 28
-    # A day's worth, and what was under way or seen too late: some rounds of a run with one every few seconds.
+    # A day's worth of a cap that is spread over what is left of the month, and what was under way or seen too late:
+    # some rounds of a run with one every few seconds.
+    then = time.time() + ahead
+    day = CAP * DAY / (month_of(then)[2] - then)
     assert reading.up + reading.down < 1.1 * day + 5 * entry["round_bytes"]
     assert used(capped) <= reading.up + reading.down + 50_000  # what it counts is what the kernel says
     for node in (*free, capped):
