@@ -225,11 +225,11 @@ _ALL = (
     ),
     Recipe(
         "codecs",
-        "the codecs of fig11, each at the outer learning rate that was best for it, and all at that of fp32",
+        "the codecs of fig11, each at the outer learning rate that was best for it, and three at that of fp32",
         [
             *(Case(f"{name}, tuned", "streaming", {**CODECS[name], "outer_lr": rate}) for name, rate in TUNED.items()),
             *(
-                Case(f"{name}, outer_lr 0.7", "streaming", {**CODECS[name], "outer_lr": TUNED["fp32"]})
+                Case(f"{name}, outer_lr {TUNED['fp32']:g}", "streaming", {**CODECS[name], "outer_lr": TUNED["fp32"]})
                 for name in ("e3m0", "top-k 10 %", "FedDropout 50 %")
             ),
         ],

@@ -106,10 +106,10 @@ class Host:
         try:
             return await cls._start(identity, config, validator, made)
         except BaseException:
-            ending = asyncio.ensure_future(_end([p2p.shutdown for p2p in made], config.socket_dir))
-            while not ending.done():
+            cleanup = asyncio.ensure_future(_end([p2p.shutdown for p2p in made], config.socket_dir))
+            while not cleanup.done():
                 with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.shield(ending)
+                    await asyncio.shield(cleanup)
             raise
 
     @classmethod

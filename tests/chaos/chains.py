@@ -104,15 +104,14 @@ def final_heads(story: Story, known: dict[str, Record]) -> list[str]:
 def one_end(story: Story, known: Mapping[str, Record], peers: Sequence[str]) -> bool:
     """Whether the reports of ``peers`` end on the same chains: per fragment one head, or a head and the one before it,
     for who is asked to leave while a commit goes round may end without it. Equal heads must mean equal bits."""
-    reports = [story.reports.get(peer) for peer in peers]
-    if not all(reports):
+    reports = [story.reports[peer] for peer in peers if peer in story.reports]
+    if len(reports) < len(peers):
         return False
     bits: dict[str, set[str]] = {}
     for report in reports:
-        assert report is not None
         for head, state in zip(report["heads"], report.get("states", ()), strict=False):
             bits.setdefault(head, set()).add(state)
-    ends = [{report["heads"][fragment][:16] for report in reports if report} for fragment in range(story.fragments)]
+    ends = [{report["heads"][fragment][:16] for report in reports} for fragment in range(story.fragments)]
     return all(len(found) == 1 for found in bits.values()) and all(
         len(heads) == 1 or (len(heads) == 2 and any(h in known and {known[h].prev} == heads - {h} for h in heads))
         for heads in ends

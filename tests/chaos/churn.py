@@ -159,7 +159,7 @@ what a round can leak, is 20 MB in ten minutes."""
 
 HEAP = 4e6
 """Bytes of malloc in use, which does not wander: what a node computes with is taken once, and what it is handed it
-gives back. Nine of ten samples of half an hour lie within 1 MB; some are 10 MB lower, none are higher."""
+gives back. Nine of ten samples of half an hour lie within 1 MB; some are 10 MB lower, a few 2 MB higher."""
 
 GO_RSS = 16e6
 """Bytes: memory of its daemon, whose garbage collector lets the heap grow to twice what is in use."""
