@@ -27,6 +27,7 @@ from stretto.node.data.journal import Journal, place
 from stretto.node.data.stream import heldout_batches
 from stretto.node.data.units import UnitKeeper
 from stretto.node.events import pace_in_words, run_in_words
+from stretto.node.garbage import settle
 from stretto.node.lockstep import InLockstep, Lockstep, lockstep_rules
 from stretto.node.metrics.jsonl import MetricsFile
 from stretto.node.model import build_model, count_parameters
@@ -213,6 +214,7 @@ class Node:
             step_seconds = self.trainer.rehearse(REHEARSAL)
             progress.rate = 1 / step_seconds
             self.sync.estimate = self.sync.estimate.with_step(step_seconds)
+            settle()
             self.console.status = lambda: status_line(self)
             wait = self.member.await_start(
                 new_run=self.config.new_run,

@@ -104,6 +104,8 @@ TABLE = Recipe(
     ],
     base={
         **SHORT,
+        "width": 128,
+        "lr": 2e-3,
         "inner_steps": 4,
         "batch_tokens": 512,
         "warmup_steps": 500,

@@ -1,0 +1,52 @@
+"""The collector after ``settle``: what was there is left alone, what comes later is freed."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from stretto.node.garbage import settle
+
+
+class Loop:
+    """Refers to itself, so only the collector can free it."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture(autouse=True)
+def by_hand() -> Iterator[None]:
+    """No pass but those asked for; the test process goes on with an ordinary collector."""
+    gc.disable()
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_cycles_that_nobody_has_are_freed_before_and_after() -> None:
+    early = weakref.ref(Loop())
+    settle()
+    assert early() is None
+    late = weakref.ref(Loop())
+    assert late() is not None
+    gc.collect()
+    assert late() is None
+
+
+def test_what_is_there_is_not_looked_at_again() -> None:
+    kept = Loop()
+    count = settle()
+    assert count == gc.get_freeze_count() > 10_000  # the standard library and pytest alone are more
+    assert not any(found is kept for found in gc.get_objects())
+    assert kept.me is kept
+
+
+def test_full_passes_do_not_wait_for_a_share_of_what_was_there() -> None:
+    kept: list[list[int]] = [[] for _ in range(400_000)]
+    settle()
+    before = gc.get_stats()[2]["collections"]
+    gc.enable()
+    kept += [[] for _ in range(95_000)]  # less than a quarter, more than the collector's three thresholds
+    assert gc.get_stats()[2]["collections"] > before
