@@ -205,6 +205,7 @@ class Node:
         call, stopping = self.network.thread.call, self.network.stopping
         progress = self.member.progress
         resumed = self._resume()
+        settle()
         call(self.member.enter(), stopping=stopping)
         watches = [self.network.thread.start(work) for work in (self._watch_daemon(), self._watch_resources())]
         if self.network.status is not None:
@@ -214,7 +215,6 @@ class Node:
             step_seconds = self.trainer.rehearse(REHEARSAL)
             progress.rate = 1 / step_seconds
             self.sync.estimate = self.sync.estimate.with_step(step_seconds)
-            settle()
             self.console.status = lambda: status_line(self)
             wait = self.member.await_start(
                 new_run=self.config.new_run,

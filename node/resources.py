@@ -1,11 +1,12 @@
 """What a process takes from its machine: memory, open files, threads. A leak shows as a line that climbs for hours.
 
-Before each entry the allocator gives back what it does not need, so that a node's memory is what it uses. The figures
-come from ``/proc`` (Linux); where a system does not have it, or does not let us look, they are left out. Counting
-Python's objects would tell more and stop the trainer for seconds, so it is not done.
+Before each entry Python frees its cycles and the allocator gives back what it does not need, so that a node's memory
+is what it uses. The figures come from ``/proc`` (Linux); where a system has none, or does not let us look, they are
+left out. Counting Python's objects would tell more and stop the trainer for seconds, so it is not done.
 """
 
 import asyncio
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,6 +80,11 @@ async def watch(
 ) -> None:
     """Write an entry with ``more`` fields every so many seconds, for ever. Runs in the loop whose tasks it counts."""
     while True:
-        await asyncio.to_thread(allocator.give_back)
+        await asyncio.to_thread(_tidy)
         say(entry(len(asyncio.all_tasks()), daemon) | more())
         await asyncio.sleep(every)
+
+
+def _tidy() -> None:
+    gc.collect()  # cheap after garbage.settle
+    allocator.give_back()

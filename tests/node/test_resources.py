@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,12 @@ def test_entries_come_again_and_again_and_count_the_loops_tasks() -> None:
         if len(told) == 3:
             enough.set()
 
+    class Loop:
+        def __init__(self) -> None:
+            self.me = self
+
+    cycle = weakref.ref(Loop())
+
     async def scene() -> None:
         idle = [asyncio.ensure_future(asyncio.sleep(60)) for _ in range(3)]
         watching = asyncio.ensure_future(watch(say, None, every=0.01))
@@ -78,3 +85,4 @@ def test_entries_come_again_and_again_and_count_the_loops_tasks() -> None:
 
     asyncio.run(scene())
     assert [event["tasks"] for event in told[:3]] == [5, 5, 5]
+    assert cycle() is None  # freed before the first of them
