@@ -1,8 +1,15 @@
-"""How a Stretto process is asked to stop: signals, a parent that is gone, or a fault inside."""
+"""How a Stretto process is asked to stop: signals, a parent that is gone, or a fault inside.
+
+A signal's handler runs in the main thread, between any two of its instructions, so also while that thread holds a
+lock. To set an event takes a lock: a handler that did so could wait for the very thread that it interrupts, for ever.
+So it only passes the signal on, by a queue whose ``put`` may be interrupted by itself (``SimpleQueue``), and a thread
+does the rest.
+"""
 
 import os
 import signal
 import threading
+from queue import SimpleQueue
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -24,18 +31,21 @@ class StopSignal:
         self.event = threading.Event()
         self.exit_code = 0
         self._watchdog: threading.Timer | None = None
+        self._arrived: SimpleQueue[int] = SimpleQueue()
 
     def install(self) -> None:
         """Take the signals; from the main thread."""
+        threading.Thread(target=self._follow_signals, name="signals", daemon=True).start()
         for number in stop_signals():
-            signal.signal(number, self._on_signal)
+            signal.signal(number, lambda number, _frame: self._arrived.put(number))
 
-    def _on_signal(self, number: int, _frame: object) -> None:
-        code = 130 if number == signal.SIGINT else 0
-        if self.event.is_set():
-            os._exit(code or 143)
-        self.exit_code = code
-        self.stop()
+    def _follow_signals(self) -> None:
+        while True:
+            code = 130 if self._arrived.get() == signal.SIGINT else 0
+            if self.event.is_set():
+                os._exit(code or 143)
+            self.exit_code = code
+            self.stop()
 
     def follow_stdin(self) -> None:
         """Stop when standard input ends: a parent that dies, however it dies, takes its children along."""
