@@ -31,6 +31,7 @@ class StopSignal:
         self.event = threading.Event()
         self.exit_code = 0
         self._watchdog: threading.Timer | None = None
+        self._lock = threading.Lock()
         self._arrived: SimpleQueue[int] = SimpleQueue()
 
     def install(self) -> None:
@@ -69,11 +70,12 @@ class StopSignal:
             self._watch(seconds)
 
     def _watch(self, seconds: float) -> None:
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-        self._watchdog = threading.Timer(seconds, self._give_up)
-        self._watchdog.daemon = True
-        self._watchdog.start()
+        with self._lock:
+            if self._watchdog is not None:
+                self._watchdog.cancel()
+            self._watchdog = threading.Timer(seconds, self._give_up)
+            self._watchdog.daemon = True
+            self._watchdog.start()
 
     def _give_up(self) -> None:
         os._exit(self.exit_code or 143)
