@@ -241,7 +241,7 @@ def judge(
     forks = chains.forks(known)
     missed += chains.fork_missed(forks)
     missed += [f"{name} left with exit code {code}" for name, code in exits.items() if code != 0]
-    uncounted = [p for p in present if not any(e.get("counted") for e in story.rounds_of(p))]
+    uncounted = [p for p in present if not story.worked_rounds(p)]
     if uncounted:
         missed.append(f"no round counted {', '.join(uncounted)}")
     report = {

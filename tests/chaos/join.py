@@ -113,11 +113,10 @@ def _join(stage: Stage, swarm: Swarm, peer: str, *, kill: str = "", stop: str = 
 
 
 def _until_counted(stage: Stage, swarm: Swarm, peer: str) -> bool:
-    """Wait until a round of every fragment has counted ``peer``."""
+    """Wait until a round of every fragment has counted work of ``peer``."""
 
     def done() -> bool:
-        rounds = (e for e in swarm.nodes[peer].events if e["event"] == "round" and e.get("counted"))
-        return len({event["fragment"] for event in rounds}) == SETTING.fragments
+        return len({event["fragment"] for event in swarm.story().worked_rounds(peer)}) == SETTING.fragments
 
     return stage.follow(swarm, None, done=done, limit=4 * SETTING.cycle)
 
@@ -181,7 +180,7 @@ def describe(story: Story, joining: Joining, known: Mapping[str, chains.Record])
     if told is None:
         return row
     end, seconds = told["time"], max(told["seconds"], 1e-9)
-    counted = [event for event in story.rounds_of(joining.peer) if event.get("counted")]
+    counted = story.worked_rounds(joining.peer)
     first = counted[0] if counted else None
     until = first["time"] if first else story.told_at
     row |= {

@@ -46,3 +46,12 @@ class Story:
     def rounds_of(self, peer: str) -> list[Event]:
         """A peer's round events."""
         return [event for event in self.events.get(peer, ()) if event["event"] == "round"]
+
+    def worked_rounds(self, peer: str) -> list[Event]:
+        """Those of its rounds that counted work of its own: what leaves before its first step weighs nothing."""
+        return [
+            event
+            for event in self.rounds_of(peer)
+            if event.get("counted")
+            and any(tokens > 0 and self.name_of(tail) == peer for tail, tokens in event["contributions"].items())
+        ]

@@ -196,6 +196,16 @@ def test_a_good_join_in_numbers() -> None:
     assert verdict(told) == []
 
 
+def test_a_round_that_counted_nothing_of_the_joiner_is_not_its_first() -> None:
+    from tests.chaos import chains
+
+    empty = {**commit(7, 275.0, ["p0", "p1", "p2", "p3"]), "contributions": {IDS["p0"][-8:]: 100, IDS["p3"][-8:]: 0}}
+    events = [empty if event.get("round") == 7 else event for event in story().events["p3"]]
+    told = story(events={**story().events, "p3": events})
+    row = describe(told, joinings()[0], chains.records(told))
+    assert (row["first_round_counted"], row["cycles_until_counted"]) == (8, 1.5)
+
+
 def test_each_goal_can_be_missed() -> None:
     told = story()
     slow = [event | ({"seconds": 120.0} if event["event"] == "joined" else {}) for event in told.events["p3"]]
